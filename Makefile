@@ -1,0 +1,35 @@
+# Every target sets up what it needs: a fresh machine needs only Python >= 3.11 and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# pytest-xdist uses both cores; one torch thread per worker keeps them from fighting.
+PYTEST_WORKERS ?= 2
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: install check lint types test test-slow clean
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types
+
+test: check
+	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow"
+
+test-slow: $(STAMP)
+	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,59 @@
+"""Write measured figures into bench/RESULTS.md: one section per benchmark, replaced by each run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+HEADER = """# Measured
+
+Each section is written by the command it names, peer and ours in one run. Compare within a
+section: absolute times move from machine to machine.
+"""
+
+
+def machine() -> str:
+    """Name the machine a figure was measured on."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = re.findall(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+        name = models[0] if models else name
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def versions(*packages: str) -> str:
+    """Name the versions a figure was measured with."""
+    found = [f"Python {platform.python_version()}"]
+    for package in packages:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay rows out as a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def write_section(title: str, command: str, where: str, with_: str, body: str) -> None:
+    """Replace the section `title` of RESULTS.md, or add it at the end."""
+    date = datetime.date.today().isoformat()
+    section = f"## {title}\n\n`{command}`, {date}, {where}; {with_}.\n\n{body.strip()}\n"
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEADER
+    parts = re.split(r"(?m)^(?=## )", text)
+    names = [part.partition("\n")[0] for part in parts]
+    if f"## {title}" in names:
+        parts[names.index(f"## {title}")] = section + "\n"
+    else:
+        parts.append(("" if parts[-1].endswith("\n\n") else "\n") + section)
+    RESULTS.write_text("".join(parts).rstrip() + "\n", encoding="utf-8")

@@ -1,0 +1,72 @@
+"""The command line: the only place that parses arguments, prints, and exits.
+
+Each module of this package holds the commands of one room and imports that room inside the
+command, so that `scratchlm --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from scratchlm import __version__
+from scratchlm.cli import config
+from scratchlm.errors import ScratchLMError
+
+app = typer.Typer(
+    name="scratchlm",
+    help="A Transformer language model you can see through.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+config.register(app)
+
+_show_traceback = False
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"scratchlm {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where in the code an error arose.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    global _show_traceback
+    _show_traceback = traceback
+
+
+def main() -> None:
+    """Run the command line; what a user can cause is one line on stderr and exit status 2."""
+    try:
+        app()
+    except (ScratchLMError, ValueError, TypeError, OSError) as error:
+        if _show_traceback:
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def one_line(error: BaseException) -> str:
+    """Say an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: " if error.filename else ""
+        return f"{what}{error.strerror}"
+    return " ".join(str(error).split())
