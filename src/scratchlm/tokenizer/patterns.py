@@ -1,0 +1,84 @@
+r"""The pre-tokenisation patterns: how a text falls into words before any merge.
+
+Merges never cross a word's border, so the pattern is part of what a tokenizer *is*. All named
+patterns share one shape: a contraction, an optional character before a run of letters, a run of
+numbers, a run of everything else, and whitespace that leaves its last character to the next word
+(`\s+(?!\S)`). They differ in what may stand before the letters, in how many digits stay together,
+and in what becomes of line ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import regex
+
+# GPT-2: one space may lead a word; digits stay together.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# GPT-4, as tiktoken's cl100k_base writes it: any one non-letter may lead a word, at most three
+# digits together, punctuation takes its line ends along, and the whitespace that ends a text is
+# one word (`\s++$`).
+_GPT4 = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# The same as first published, without the rule for the text's end; Llama 3's files hold this one.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Qwen2 and Qwen3: Llama 3's, with every digit alone.
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+PATTERNS = {"gpt2": _GPT2, "gpt4": _GPT4, "llama3": _LLAMA3, "qwen2": _QWEN2}
+
+# A pattern that came from a file may be a trap; matching one word must not take this long.
+MATCH_SECONDS = 10.0
+
+
+def pattern_name(pattern: str) -> str | None:
+    """Name a pattern given by name or as its regular expression; None if we have no name for it."""
+    if pattern in PATTERNS:
+        return pattern
+    return next((name for name, text in PATTERNS.items() if text == pattern), None)
+
+
+@functools.lru_cache(maxsize=64)
+def compile_pattern(pattern: str) -> Any:
+    """Compile a pattern given by name or as a regular expression."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"pattern must be one of {', '.join(PATTERNS)} or a regular expression")
+    text = PATTERNS.get(pattern, pattern)
+    if text == pattern and pattern.isalnum():  # a misspelt name, not a regular expression
+        raise ValueError(f"pattern must be one of {', '.join(PATTERNS)}; got {pattern!r}")
+    try:
+        return regex.compile(text)
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        raise ValueError(f"pattern {text[:80]!r} is not a regular expression: {error}") from None
+
+
+def split_words(text: str, pattern: str) -> list[str]:
+    """Split a text into words: the definition, which the fast splitter must equal.
+
+    What the pattern does not match becomes words of its own, so that the words joined are the
+    text. (The named patterns match every character.)
+    """
+    compiled = compile_pattern(pattern)
+    words = []
+    end = 0
+    try:
+        for match in compiled.finditer(text, timeout=MATCH_SECONDS):
+            if match.start() > end:
+                words.append(text[end : match.start()])
+            if match.end() > match.start():
+                words.append(match.group())
+            end = max(end, match.end())
+    except TimeoutError:
+        raise ValueError(
+            f"pattern {PATTERNS.get(pattern, pattern)[:80]!r} took longer than "
+            f"{MATCH_SECONDS:g} s on {len(text)} characters"
+        ) from None
+    if end < len(text):
+        words.append(text[end:])
+    return words
