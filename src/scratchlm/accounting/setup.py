@@ -1,0 +1,92 @@
+"""What a model is asked to do and how: everything an account depends on besides the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scratchlm.accounting.expr import Number
+from scratchlm.accounting.flops import Execution
+from scratchlm.accounting.parameters import active_parameters
+from scratchlm.accounting.symbols import model_symbols
+from scratchlm.accounting.work import PHASES, document_pairs
+from scratchlm.config import ModelConfig
+
+# name -> bytes per: weight, gradient, activation, residual stream, cast copy of a weight, KV number
+PRECISIONS: dict[str, dict[str, int]] = {
+    "fp32": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 4, "b_r": 4, "b_c": 0, "b_kv": 4},
+    # torch.autocast over float32 weights: matmuls and what is between them in bfloat16
+    "bf16-mixed": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 2, "b_r": 4, "b_c": 2, "b_kv": 2},
+    "bf16": {"b_w": 2, "b_g": 2, "b_m": 2, "b_a": 2, "b_r": 2, "b_c": 0, "b_kv": 2},
+}
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
+PARALLEL = ("none", "ddp", "fsdp", "tp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The work and its means. `None` for a length means the model's context length."""
+
+    phase: str = "forward"
+    batch: int = 1  # sequences on each GPU
+    context: int | None = None  # S: tokens in a sequence
+    documents: tuple[int, ...] = ()  # lengths of documents packed into a sequence; () is one
+    prompt: int | None = None  # P; default: half the context
+    cache: int | None = None  # C: tokens already cached at a decode step; default: context − 1
+    new_tokens: int | None = None  # T; default: the rest of the context
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    execution: Execution = field(default_factory=Execution)
+    accumulate: bool = False  # gradients live through the forward pass too
+    parallel: str = "none"
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        _choice("phase", self.phase, PHASES)
+        _choice("precision", self.precision, tuple(PRECISIONS))
+        _choice("optimizer", self.optimizer, OPTIMIZERS)
+        _choice("parallel", self.parallel, PARALLEL)
+        _count("batch", self.batch)
+        _count("gpus", self.gpus)
+        for name in ("context", "prompt", "new_tokens"):
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name))
+        if self.cache is not None:
+            _count("cache", self.cache, least=0)
+        for length in self.documents:
+            _count("documents", length)
+
+
+def bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
+    """Bind every symbol of the model and the work."""
+    s = setup.context or config.context_length
+    if setup.documents and sum(setup.documents) != s:
+        raise ValueError(
+            f"documents must fill the sequence; got {sum(setup.documents)} tokens for context={s}"
+        )
+    prompt = max(1, s // 2) if setup.prompt is None else setup.prompt
+    env: dict[str, Number] = {
+        **model_symbols(config),
+        **PRECISIONS[setup.precision],
+        "B": setup.batch,
+        "S": s,
+        "A": document_pairs(setup.documents or (s,), config.attention.sliding_window),
+        "C": s - 1 if setup.cache is None else setup.cache,
+        "P": prompt,
+        "T": max(1, s - prompt) if setup.new_tokens is None else setup.new_tokens,
+        "R": setup.gpus if setup.parallel in ("fsdp", "tp") else 1,
+        "G": setup.gpus,
+    }
+    env["N"] = active_parameters(config).value(env)
+    return env
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _count(name: str, value: int, least: int = 1, most: int = 2**40) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must lie between {least} and {most}; got {name}={value}")

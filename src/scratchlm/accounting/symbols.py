@@ -1,0 +1,77 @@
+"""The symbols of all formulas, and the numbers a config binds them to."""
+
+from __future__ import annotations
+
+from scratchlm.accounting.expr import Number, Sym
+from scratchlm.config import ModelConfig, MoE
+
+SYMBOLS = {
+    # the model
+    "V": "vocab_size: tokens in the vocabulary",
+    "N_ctx": "context_length: the longest sequence the model is made for",
+    "d": "d_model: width of the residual stream",
+    "L": "num_layers",
+    "H": "num_heads: query heads",
+    "H_kv": "num_kv_heads: key and value heads",
+    "d_h": "d_head: width of one head",
+    "d_ff": "width of the feed-forward layer, or of one expert",
+    "E": "num_experts (0: no mixture)",
+    "k": "experts_per_token (0: no mixture)",
+    "W": "sliding_window: tokens a query sees, itself included",
+    "N": "active parameters: what one token uses, embeddings and all, tied weights once",
+    # the work
+    "B": "sequences in a batch (on one GPU)",
+    "S": "tokens in a sequence",
+    "A": "query-key pairs of a sequence: who attends to whom",
+    "M": "tokens of a sequence that pass through the layers, over the whole generation",
+    "n": "tokens in the last forward pass",
+    "C": "tokens already in the KV cache",
+    "P": "tokens in the prompt",
+    "T": "tokens generated",
+    # bytes per number
+    "b_w": "bytes per stored weight",
+    "b_g": "bytes per gradient",
+    "b_m": "bytes per number of optimizer state",
+    "b_a": "bytes per activation inside a block (what the matmuls compute in)",
+    "b_r": "bytes per number of the residual stream",
+    "b_c": "bytes per weight of the copy cast for the matmuls (0: none is made)",
+    "b_kv": "bytes per number in the KV cache",
+    # the machines
+    "R": "GPUs the state is split over",
+    "F_peak": "FLOP/s of the machine, dense, in the matmuls' dtype",
+    "F_32": "FLOP/s of the machine in float32 matmuls",
+    "M_bw": "bytes/s between the machine's memory and its cores",
+    "u": "MFU: the fraction of F_peak a run reaches",
+    "G": "number of GPUs",
+    "D": "tokens to train on",
+}
+
+V, N_ctx, d, L = Sym("V"), Sym("N_ctx"), Sym("d"), Sym("L")
+H, H_kv, d_h, d_ff = Sym("H"), Sym("H_kv"), Sym("d_h"), Sym("d_ff")
+E, k, W, N = Sym("E"), Sym("k"), Sym("W"), Sym("N")
+B, S, A, C, P, T = Sym("B"), Sym("S"), Sym("A"), Sym("C"), Sym("P"), Sym("T")
+M = Sym("M")
+b_w, b_g, b_m, b_a = Sym("b_w"), Sym("b_g"), Sym("b_m"), Sym("b_a")
+b_r, b_c, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_kv")
+R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")
+u, G, D = Sym("u"), Sym("G"), Sym("D")
+
+
+def model_symbols(config: ModelConfig) -> dict[str, Number]:
+    """Bind the model's symbols."""
+    moe = config.ffn if isinstance(config.ffn, MoE) else None
+    return {
+        "V": config.vocab_size,
+        "N_ctx": config.context_length,
+        "d": config.d_model,
+        "L": config.num_layers,
+        "H": config.num_heads,
+        "H_kv": config.num_kv_heads,
+        "d_h": config.d_head,
+        "d_ff": config.d_ff,
+        "E": moe.num_experts if moe else 0,
+        "k": moe.experts_per_token if moe else 0,
+        # without a window a query sees all the model is made for; formulas that use W are then
+        # not built, so this number is only shown
+        "W": config.attention.sliding_window or config.context_length,
+    }
