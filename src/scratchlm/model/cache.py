@@ -1,0 +1,126 @@
+"""The key-value cache: what was computed for earlier tokens, kept.
+
+Memory for `capacity` tokens is taken once. A key lies in the slot of its own position, in every
+row, so rows of different lengths need no padding inside the cache and a row is stored exactly as
+it would be alone. One forward of the model does
+
+    cache.reserve(seq)                                    choose the slots (once)
+    keys, values = cache.update(layer, keys, values)      write, and get all so far (each layer)
+    cache.advance()                                       move on (once)
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from scratchlm.config import ModelConfig
+from scratchlm.ops import CausalMask
+
+
+class KVCache:
+    """Keys and values of every layer, for `batch_size` rows of up to `capacity` tokens."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        capacity = config.context_length if capacity is None else capacity
+        if batch_size < 1 or capacity < 1:
+            raise ValueError(
+                "batch_size and capacity must be at least 1; got "
+                f"batch_size={batch_size}, capacity={capacity}"
+            )
+        shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.d_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.batch_size, self.capacity = batch_size, capacity
+        self.length = 0  # of the longest row: known without asking the device
+        self._row_lengths: Tensor | None = None  # once rows differ
+        self._next_length = 0
+        self._next_row_lengths: Tensor | None = None
+        self._slots: Tensor | None = None  # (batch, seq), −1 where there is no token
+        self._real: tuple[Tensor, Tensor] | None = None  # row and column of the real tokens
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """How many tokens each row holds."""
+        if self._row_lengths is not None:
+            return self._row_lengths
+        return torch.full((self.batch_size,), self.length, device=self.keys.device)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.length, self._row_lengths = 0, None
+
+    def reserve(self, seq: int, valid: Bool[Tensor, "batch seq"] | None = None) -> None:
+        """Choose the slots of the next `seq` tokens; those not `valid` are padding and get none."""
+        self._real = None
+        if valid is None:
+            self._next_length = self.length + seq
+            self._next_row_lengths = None
+            self._slots = None
+            if self._row_lengths is not None:
+                step = torch.arange(seq, device=self.keys.device)
+                self._slots = self._row_lengths[:, None] + step
+                self._next_row_lengths = self._row_lengths + seq
+        else:
+            lengths = self.lengths
+            slots = lengths[:, None] + valid.cumsum(dim=-1) - 1
+            self._slots = slots.masked_fill(~valid, -1)
+            row, column = valid.nonzero(as_tuple=True)
+            self._real = (row, column)
+            self._next_row_lengths = lengths + valid.sum(dim=-1)
+            self._next_length = int(self._next_row_lengths.max())  # padding: prefill, not decode
+        if self._next_length > self.capacity:
+            raise ValueError(
+                f"the cache has room for {self.capacity} tokens; got {self.length} kept and "
+                f"{self._next_length - self.length} new"
+            )
+
+    @property
+    def reserved_length(self) -> int:
+        """How many tokens the longest row will hold after this forward."""
+        return self._next_length
+
+    @property
+    def mask(self) -> CausalMask:
+        """Who sees whom among the reserved tokens and those kept."""
+        return CausalMask(start=self.length, slots=self._slots)
+
+    def update(
+        self,
+        layer: int,
+        keys: Float[Tensor, "batch kv_heads seq d"],
+        values: Float[Tensor, "batch kv_heads seq d"],
+    ) -> tuple[Float[Tensor, "batch kv_heads all d"], Float[Tensor, "batch kv_heads all d"]]:
+        """Write the new keys and values of one layer; return all of that layer, old and new."""
+        for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            new = new.to(kept.dtype)
+            if self._slots is None:
+                kept[:, :, self.length : self._next_length] = new
+            elif self._real is None:
+                row = torch.arange(self.batch_size, device=kept.device)[:, None]
+                kept[row, :, self._slots] = new.transpose(1, 2)
+            else:
+                row, column = self._real
+                kept[row, :, self._slots[row, column]] = new[row, :, column]
+        stop = self._next_length
+        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+
+    def advance(self) -> None:
+        """Count the reserved tokens as kept."""
+        self.length, self._row_lengths = self._next_length, self._next_row_lengths
+
+    def select_rows(self, rows: Int[Tensor, " new_batch"]) -> None:
+        """Keep these rows, in this order, repeats allowed: what beam search needs."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.batch_size = len(rows)
+        if self._row_lengths is not None:
+            self._row_lengths = self._row_lengths[rows]

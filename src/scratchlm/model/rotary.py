@@ -1,0 +1,183 @@
+"""Rotary positions: the frequencies, the tables, and the two layouts in use in the world.
+
+Channel pair i of a query or key at position p is turned by the angle p · θ^(−2i/d), so that the
+product of a query and a key depends only on the distance between them (arXiv:2104.09864).
+
+`interleaved` pairs the channels (0,1), (2,3), …; `half` pairs (i, i + d/2). A model of one layout
+becomes the same model in the other by permuting the rows of its query and key weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from scratchlm.config import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    RopeScaling,
+    YarnScaling,
+)
+from scratchlm.model.layers import check_ids
+from scratchlm.ops import Ops, get_ops
+
+Layout = Literal["interleaved", "half"]
+
+
+def rotary_frequencies(
+    d_k: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    device: torch.device | str | None = None,
+) -> Float[Tensor, " half"]:
+    """Return θ^(−2i/d) for every pair i, stretched as `scaling` says."""
+    exponent = torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k
+    if isinstance(scaling, NTKScaling):
+        theta = theta * scaling.factor ** (d_k / (d_k - 2))
+    frequency = 1.0 / theta**exponent
+    match scaling:
+        case LinearScaling():
+            return frequency / scaling.factor
+        case YarnScaling():
+            return _yarn(frequency, d_k, theta, scaling)
+        case Llama3Scaling():
+            return _llama3(frequency, scaling)
+    return frequency
+
+
+def _yarn(frequency: Tensor, d_k: int, theta: float, scaling: YarnScaling) -> Tensor:
+    """Keep the fast pairs, stretch the slow ones, and ramp between."""  # arXiv:2309.00071 eq. 23
+
+    def pair_that_turns(times: float) -> float:
+        span = scaling.original_context_length / (times * 2 * math.pi)
+        return d_k * math.log(span) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d_k - 1)
+    if low == high:
+        high += 0.001
+    pair = torch.arange(d_k // 2, device=frequency.device, dtype=torch.float32)
+    stretched = ((pair - low) / (high - low)).clamp(0, 1)
+    return frequency * (1 - stretched) + frequency / scaling.factor * stretched
+
+
+def _llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Divide by `factor` the pairs whose wavelength is beyond the original context."""
+    wavelengths_in_context = scaling.original_context_length * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((wavelengths_in_context - low) / (high - low)).clamp(0, 1)
+    return frequency * kept + frequency / scaling.factor * (1 - kept)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Return what YaRN multiplies both tables by: attention's temperature, folded in."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+class Rotation(NamedTuple):
+    """The tables at the positions of one forward, ready to broadcast over heads."""
+
+    cos: Float[Tensor, "*table seq half"]
+    sin: Float[Tensor, "*table seq half"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Turn queries and keys by their position; tables in float32 whatever the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        theta: float,
+        d_k: int,
+        max_seq_len: int,
+        layout: Layout = "interleaved",
+        scaling: RopeScaling | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,  # accepted as everywhere; the tables stay float32
+        ops: str | Ops = "fast",
+    ) -> None:
+        super().__init__()
+        if d_k % 2:
+            raise ValueError(f"d_k must be even to rotate pairs of channels; got d_k={d_k}")
+        if layout not in ("interleaved", "half"):
+            raise ValueError(f"layout must be one of interleaved, half; got layout={layout!r}")
+        self.ops = get_ops(ops)
+        self.theta, self.d_k, self.max_seq_len = theta, d_k, max_seq_len
+        self.layout, self.scaling = layout, scaling
+        self._build(device)
+
+    def _build(self, device: torch.device | str | None) -> None:
+        frequency = rotary_frequencies(self.d_k, self.theta, self.scaling, device)
+        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float32)
+        angle = torch.outer(position, frequency)  # (max_seq_len, half)
+        factor = attention_factor(self.scaling)
+        self.register_buffer("cos", angle.cos() * factor, persistent=False)
+        self.register_buffer("sin", angle.sin() * factor, persistent=False)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        before = self.cos
+        super()._apply(fn, recurse)
+        # `model.to(bfloat16)` would cast the tables and `to_empty` would leave them unfilled.
+        if self.cos.dtype != torch.float32 or before.is_meta:
+            self._build(self.cos.device)
+        return self
+
+    def at(self, places: Int[Tensor, "*batch seq"] | slice) -> Rotation:
+        """Return the tables at these positions; a slice of consecutive ones gathers nothing."""
+        if isinstance(places, slice):
+            return Rotation(self.cos[places], self.sin[places])
+        return self._look_up(places, over_heads=places.ndim > 1)
+
+    def _look_up(self, places: Tensor, over_heads: bool) -> Rotation:
+        check_ids(places, self.max_seq_len, "position")
+        cos, sin = self.cos[places], self.sin[places]
+        if over_heads:
+            cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+        return Rotation(cos, sin)
+
+    def rotate(
+        self, x: Float[Tensor, "*batch seq d"], by: Rotation
+    ) -> Float[Tensor, "*batch seq d"]:
+        """Turn x by tables already looked up."""
+        return self.ops.rope(x, by.cos, by.sin, self.layout)
+
+    def forward(
+        self, x: Float[Tensor, "*batch seq d"], token_positions: Int[Tensor, "*positions seq"]
+    ) -> Float[Tensor, "*batch seq d"]:
+        """Turn x, whose second last dimension is the sequence, by its positions."""
+        if x.shape[-1] != self.d_k:
+            raise ValueError(f"RoPE: the last dimension must be {self.d_k}; got {x.shape[-1]}")
+        if token_positions.shape[-1] != x.shape[-2]:
+            raise ValueError(
+                "token_positions must name one position per element of the sequence; got "
+                f"{token_positions.shape[-1]} for a sequence of {x.shape[-2]}"
+            )
+        over_heads = token_positions.ndim > 1 and token_positions.ndim == x.ndim - 2
+        return self.rotate(x, self._look_up(token_positions, over_heads))
+
+
+def change_rope_layout(
+    weight: Float[Tensor, "rows ..."], d_head: int, to: Layout
+) -> Float[Tensor, "rows ..."]:
+    """Permute a query or key weight (or bias) so that the other layout gives the same model."""
+    if to not in ("interleaved", "half"):
+        raise ValueError(f"layout must be one of interleaved, half; got {to!r}")
+    by_pair, by_half = "(head pair two) ... -> ", "(head two pair) ... -> "
+    if to == "half":
+        return rearrange(weight, by_pair + "(head two pair) ...", two=2, pair=d_head // 2)
+    return rearrange(weight, by_half + "(head pair two) ...", two=2, pair=d_head // 2)

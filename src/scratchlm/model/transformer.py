@@ -1,0 +1,287 @@
+"""The Transformer: block, trunk, language model.
+
+    x = E[token] (+ position)
+    x = x + Attention(Norm(x));  x = x + FFN(Norm(x))        num_layers times
+    logits = W_head Norm(x)
+
+Token ids outside the vocabulary would poison a GPU: an out-of-range lookup there is a fault that
+ends the process's use of the device. On the CPU ids are simply checked. On an accelerator (and
+inside a compiled graph) looking would cost a synchronisation in every step, so the lookup is kept
+in range, and every channel of an offending token is set to NaN: nothing faults, nothing waits, and
+the loss shows it at the next reading. Callers whose ids start on the CPU (data, prompts) check
+them there.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from scratchlm import config as kinds
+from scratchlm.config import ModelConfig
+from scratchlm.model.attention import Scene
+from scratchlm.model.block import TransformerBlock, make_norm, make_rope
+from scratchlm.model.cache import KVCache
+from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions
+from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
+
+
+class Transformer(nn.Module):
+    """The trunk: from token ids to hidden states. Language model and task heads stand on it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: str | Ops = "fast",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = get_ops(ops)
+        # A tied table is also the head: N(0, 1) rows would give logits of variance d_model.
+        std = config.d_model**-0.5 if config.tie_embeddings else 1.0
+        self.token_embeddings = Embedding(
+            config.vocab_size, config.d_model, std=std, device=device, dtype=dtype, ops=ops
+        )
+        self.position_embeddings: Embedding | SinusoidalPositions | None = None
+        if isinstance(config.positions, kinds.Learned):
+            self.position_embeddings = Embedding(
+                config.context_length, config.d_model, std=std, device=device, dtype=dtype, ops=ops
+            )
+        elif isinstance(config.positions, kinds.Sinusoidal):
+            self.position_embeddings = SinusoidalPositions(
+                config.context_length, config.d_model, device=device
+            )
+        self.rope = make_rope(config, device=device, ops=ops)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, layer, self.rope, device=device, dtype=dtype, ops=ops)
+            for layer in range(config.num_layers)
+        )
+        self.ln_final: nn.Module = nn.Identity()
+        if config.norm_placement == "pre":  # post-norm blocks end in a norm already
+            self.ln_final = make_norm(config, device=device, dtype=dtype, ops=self.ops)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights anew, from `generator` if given."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset(generator)
+
+    def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
+        """Make an empty cache that fits this model, its device and its dtype."""
+        weight = self.token_embeddings.weight
+        return KVCache(self.config, batch_size, capacity, device=weight.device, dtype=weight.dtype)
+
+    def hidden(
+        self,
+        token_ids: Int[Tensor, "batch seq"],
+        *,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        cache: KVCache | None = None,
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        document_ids: Int[Tensor, "batch seq"] | None = None,
+        routes: list[Routed] | None = None,
+    ) -> Float[Tensor, "batch seq d_model"]:
+        """Run the trunk; arguments as in `TransformerLM.forward`."""
+        self._check_call(token_ids, positions, cache, attention_mask, document_ids)
+        if cache is None:
+            mask = CausalMask(key_valid=attention_mask, documents=document_ids)
+        else:
+            cache.reserve(token_ids.shape[1], attention_mask)
+            self._check_length(cache.reserved_length)
+            mask = cache.mask
+        x, places = self._embed(token_ids, _places(token_ids, positions, mask))
+        rotation = None if self.rope is None else self.rope.at(places)
+        scene = Scene(mask, rotation, cache)
+        for layer in self.layers:
+            x = layer(x, scene=scene, routes=routes)
+        if cache is not None:
+            cache.advance()
+        return self.ln_final(x)
+
+    def _embed(
+        self, token_ids: Tensor, places: Tensor | slice
+    ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | slice]:
+        """Look the tokens and their positions up; return them, and positions safe to look up."""
+        ids, wrong = _keep_in_range(token_ids, self.config.vocab_size)
+        if isinstance(places, Tensor):
+            places, misplaced = _keep_in_range(places, self.config.context_length)
+            wrong = wrong if misplaced is None or wrong is None else wrong | misplaced
+        x = self.token_embeddings(ids)
+        if self.position_embeddings is not None:
+            index = places
+            if isinstance(index, slice):
+                index = torch.arange(index.start, index.stop, device=token_ids.device)
+            x = x + self.position_embeddings(index).to(x.dtype)
+        return x if wrong is None else x.masked_fill(wrong[..., None], torch.nan), places
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.context_length:
+            raise ValueError(
+                f"the sequence must not exceed context_length={self.config.context_length}; "
+                f"got {length} tokens"
+            )
+
+    def _check_call(
+        self,
+        token_ids: Tensor,
+        positions: Tensor | None,
+        cache: KVCache | None,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> None:
+        if token_ids.ndim != 2:
+            raise ValueError(f"token_ids must be (batch, seq); got shape {tuple(token_ids.shape)}")
+        batch, seq = token_ids.shape
+        if cache is None:
+            self._check_length(seq)
+        if positions is not None and positions.shape not in ((seq,), (1, seq), (batch, seq)):
+            raise ValueError(
+                f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
+                f"got shape {tuple(positions.shape)}"
+            )
+        for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+            if given is not None and given.shape != token_ids.shape:
+                raise ValueError(
+                    f"{name} must have the shape of token_ids, ({batch}, {seq}); "
+                    f"got {tuple(given.shape)}"
+                )
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise TypeError(
+                f"attention_mask must be boolean (True = a real token); got {attention_mask.dtype}"
+            )
+        if cache is not None and cache.batch_size != batch:
+            raise ValueError(f"the cache holds {cache.batch_size} rows; got a batch of {batch}")
+        if cache is not None and document_ids is not None:
+            raise ValueError("document_ids and cache cannot be used together")
+
+
+def _places(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Tensor | slice:
+    """Say where the tokens stand: in a row from a start, or at positions of their own."""
+    if positions is not None:
+        return positions
+    if mask.slots is not None:
+        return mask.slots.clamp(min=0)
+    if mask.key_valid is not None:
+        return (mask.key_valid.cumsum(dim=-1) - 1).clamp(min=0)
+    if mask.documents is not None:
+        return _positions_in_document(mask.documents)
+    return slice(mask.start, mask.start + token_ids.shape[1])
+
+
+def _keep_in_range(index: Tensor, limit: int) -> tuple[Tensor, Tensor | None]:
+    """Return an index that is safe to look up, and where it had to be changed.
+
+    On the CPU nothing is changed: the lookup itself checks, and raises.
+    """
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        return index, None
+    safe = index.clamp(0, limit - 1)
+    return safe, safe != index
+
+
+def _positions_in_document(documents: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
+    """Count from 0 anew wherever the document changes."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - index.masked_fill(~begins, 0).cummax(dim=-1).values
+
+
+class TransformerLM(Transformer):
+    """Embedding → blocks → final norm → head: logits for the next token at every position."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: str | Ops = "fast",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, ops, device=device, dtype=dtype)
+        self.lm_head: Linear | None = None  # tied: the embedding table is the head
+        if not config.tie_embeddings:
+            self.lm_head = Linear(
+                config.d_model, config.vocab_size, device=device, dtype=dtype, ops=ops
+            )
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "batch seq"],
+        *,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        cache: KVCache | None = None,
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        document_ids: Int[Tensor, "batch seq"] | None = None,
+    ) -> Float[Tensor, "batch seq vocab"]:
+        """Return the logits.
+
+        `positions` stand where tokens are not consecutive. `cache` holds earlier tokens and takes
+        these in. `attention_mask` is True at real tokens; padding may stand left or right.
+        `document_ids` mark packed documents, which do not see each other and count their positions
+        from 0.
+        """
+        return self.head(
+            self.hidden(
+                token_ids,
+                positions=positions,
+                cache=cache,
+                attention_mask=attention_mask,
+                document_ids=document_ids,
+            )
+        )
+
+    def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
+        """Turn hidden states into logits."""
+        head = self.token_embeddings if self.lm_head is None else self.lm_head
+        return self.ops.linear(hidden, head.weight)
+
+    def next_token_probabilities(
+        self, token_ids: Int[Tensor, "batch seq"], temperature: float = 1.0, **context: Tensor
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return softmax(logits / temperature) after the last token of each row."""
+        if not temperature > 0:
+            raise ValueError(f"temperature must be greater than 0; got {temperature}")
+        last = last_token(token_ids, context.get("attention_mask"))
+        hidden = self.hidden(token_ids, **context)  # type: ignore[arg-type]
+        row = torch.arange(len(token_ids), device=token_ids.device)
+        return self.ops.softmax(self.head(hidden[row, last]).float() / temperature, dim=-1)
+
+    def loss(
+        self,
+        token_ids: Int[Tensor, "batch seq"],
+        targets: Int[Tensor, "batch seq"],
+        *,
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        document_ids: Int[Tensor, "batch seq"] | None = None,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+    ) -> Float[Tensor, ""]:
+        """Return the mean cross-entropy of the targets, plus what keeps experts evenly loaded."""
+        routes: list[Routed] = []
+        hidden = self.hidden(
+            token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
+        )
+        loss = self.ops.cross_entropy(
+            self.head(hidden), targets, ignore_index=ignore_index, z_loss=z_loss
+        )
+        if isinstance(self.config.ffn, kinds.MoE) and self.config.ffn.load_balance_weight:
+            balance = [load_balancing_loss(r.probabilities, r.experts) for r in routes]
+            loss = loss + self.config.ffn.load_balance_weight * torch.stack(balance).mean()
+        return loss
+
+
+def last_token(
+    token_ids: Int[Tensor, "batch seq"], attention_mask: Bool[Tensor, "batch seq"] | None
+) -> Int[Tensor, " batch"]:
+    """Return the index of each row's last real token."""
+    batch, seq = token_ids.shape
+    if attention_mask is None:
+        return torch.full((batch,), seq - 1, device=token_ids.device)
+    index = torch.arange(seq, device=token_ids.device)
+    return index.masked_fill(~attention_mask, 0).amax(dim=-1)

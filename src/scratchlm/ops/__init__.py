@@ -1,0 +1,78 @@
+"""The seam between readable and fast.
+
+A model holds one `Ops`: a frozen table of functions, chosen when it is built. `OPS["reference"]`
+is the definition, `OPS["fast"]` the same functions at speed, and anybody may bring their own:
+
+    mine = dataclasses.replace(OPS["reference"], rms_norm=my_rms_norm)
+    model = TransformerLM(config, ops=mine)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from scratchlm.ops import fast, reference
+from scratchlm.ops.masks import CausalMask
+from scratchlm.ops.routing import Routed, load_balancing_loss
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of every operation a model calls; `ops/reference.py` has the contract."""
+
+    linear: Callable[..., Tensor]
+    embedding: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    layer_norm: Callable[..., Tensor]
+    rope: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    mlp: Callable[..., Tensor]
+    moe: Callable[..., Routed]
+    softmax: Callable[..., Tensor]
+    cross_entropy: Callable[..., Tensor]
+
+
+OPS: dict[str, Ops] = {
+    "reference": Ops(
+        linear=reference.linear,
+        embedding=reference.embedding,
+        rms_norm=reference.rms_norm,
+        layer_norm=reference.layer_norm,
+        rope=reference.rope,
+        attention=reference.attention,
+        swiglu=reference.swiglu,
+        mlp=reference.mlp,
+        moe=reference.moe,
+        softmax=reference.softmax,
+        cross_entropy=reference.cross_entropy,
+    ),
+    "fast": Ops(
+        linear=fast.linear,
+        embedding=fast.embedding,
+        rms_norm=fast.rms_norm,
+        layer_norm=fast.layer_norm,
+        rope=fast.rope,
+        attention=fast.attention,
+        swiglu=fast.swiglu,
+        mlp=fast.mlp,
+        moe=fast.moe,
+        softmax=reference.softmax,
+        cross_entropy=fast.cross_entropy,
+    ),
+}
+
+
+def get_ops(ops: str | Ops) -> Ops:
+    """Return the implementation of that name, or the one handed in."""
+    if isinstance(ops, Ops):
+        return ops
+    if ops not in OPS:
+        raise ValueError(f"ops must be an Ops or one of {', '.join(OPS)}; got {ops!r}")
+    return OPS[ops]
+
+
+__all__ = ["OPS", "CausalMask", "Ops", "Routed", "get_ops", "load_balancing_loss"]

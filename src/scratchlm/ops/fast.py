@@ -1,0 +1,201 @@
+"""The same names and signatures as `ops/reference.py`, as fast as the machine allows.
+
+An op stands here only where it is faster than its reference; the others are the reference's own.
+`tests/ops/test_fast_matches_reference.py` holds every one of them to the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from scratchlm.ops.masks import CausalMask, Mask, check_attention
+from scratchlm.ops.reference import route
+from scratchlm.ops.routing import Routed
+
+# Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
+# for one chunk only, so memory grows linearly with the sequence.
+QUERY_CHUNK = 512
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = W x (+ b)."""
+    return F.linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    """Row `id` of the table, for every id."""
+    return F.embedding(ids, weight, padding_idx=padding_id)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / sqrt(mean(x²) + ε) · g."""
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x − mean) / sqrt(var + ε) · g + b."""
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    wide_bias = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Mean of log Σ exp(logits) − logits[target] over the targets that count."""
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    rows, labels = wide.reshape(-1, wide.shape[-1]), targets.reshape(-1)
+    total = F.cross_entropy(rows, labels, ignore_index=ignore_index, reduction="sum")
+    counts = labels != ignore_index
+    if z_loss:
+        total = total + z_loss * rows.logsumexp(-1).masked_fill(~counts, 0.0).pow(2).sum()
+    return total if reduction == "sum" else total / counts.sum().clamp(min=1)
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Literal["interleaved", "half"] = "interleaved",
+) -> Tensor:
+    """Turn each pair of channels by its angle."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if layout == "interleaved":
+        a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask = None
+) -> Tensor:
+    """softmax(Q Kᵀ / √d_k) V."""
+    check_attention(query, key, value, mask)
+    return _attend(query, key, value, mask)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
+    """Attention over heads; with fewer key heads, each serves a group of query heads."""
+    return _attend(query, key, value, mask, grouped=query.shape[-3] != key.shape[-3])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
+    if not isinstance(mask, CausalMask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    if mask.is_plain and mask.start == 0 and num_queries == num_keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if mask.is_plain and num_queries == 1 and num_keys == mask.start + 1:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    if num_queries <= QUERY_CHUNK:
+        return _attend_chunk(q, k, v, mask, range(num_queries), grouped)
+    parts = []
+    for start in range(0, num_queries, QUERY_CHUNK):
+        queries = range(start, min(start + QUERY_CHUNK, num_queries))
+        # Autograd would keep every chunk's table; recomputing it keeps none.
+        part = checkpoint(_attend_chunk, q, k, v, mask, queries, grouped, use_reentrant=False)
+        parts.append(part)
+    return torch.cat(parts, dim=-2)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, queries: range, grouped: bool
+) -> Tensor:
+    keys = mask.visible_keys(queries, k.shape[-2])
+    q = q[..., queries.start : queries.stop, :]
+    k, v = k[..., keys.start : keys.stop, :], v[..., keys.start : keys.stop, :]
+    table = mask.table(queries, keys, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+
+
+def swiglu(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+) -> Tensor:
+    """W2(SiLU(W1 x) ⊙ W3 x)."""
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w3, b3), w2, b2)
+
+
+def mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """W2 act(W1 x)."""
+    return F.linear(ACTIVATIONS[activation](F.linear(x, w1, b1)), w2, b2)
+
+
+def moe(
+    x: Tensor,
+    router: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    experts_per_token: int,
+    renormalize: bool = True,
+) -> Routed:
+    """Sort the tokens by expert and send each expert its block in one grouped product."""
+    tokens = x.reshape(-1, x.shape[-1])
+    probabilities, weights, experts = route(tokens, router, experts_per_token, renormalize)
+    order = experts.flatten().argsort(stable=True)  # (tokens · chosen)
+    token = order // experts_per_token
+    load = experts.flatten().bincount(minlength=len(w1))
+    ends = load.cumsum(0).to(torch.int32)
+    block = tokens[token]  # each expert's tokens, one expert after the other
+    hidden = F.silu(_per_expert(block, w1, ends)) * _per_expert(block, w3, ends)
+    answer = _per_expert(hidden, w2, ends) * weights.flatten()[order, None]
+    output = torch.zeros_like(tokens).index_add(0, token, answer)
+    return Routed(output.view_as(x), probabilities, experts)
+
+
+def _per_expert(block: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(block.device.type):
+        low = torch.get_autocast_dtype(block.device.type)
+        block, weight = block.to(low), weight.to(low)
+    if _can_group(block) and _can_group(weight):
+        return F.grouped_mm(block, weight.transpose(-2, -1), offs=ends)
+    parts = block.tensor_split(ends[:-1].cpu())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight, strict=True)])
+
+
+def _can_group(x: Tensor) -> bool:
+    """Whether the grouped product takes this dtype, with rows that start on 16 bytes."""
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return known and x.shape[-1] * x.element_size() % 16 == 0

@@ -1,0 +1,93 @@
+"""Who may look at whom: the rule of visibility, written as a rule and as a table.
+
+Keys lie in slots 0, 1, 2, … in the order in which they were written. A query that stands at slot s
+sees the key in slot j when
+
+    j ≤ s                       the future is hidden
+    s − j < window              with a sliding window
+    key_valid[j]                not padding
+    document[j] = document[s]   packed documents do not see each other
+
+`CausalMask` keeps the rule. The reference writes the table out; a fast implementation reads the
+rule and need not form a (query, key) table at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """The rule above. Query i stands at slot `start + i`, or at `slots[:, i]` where rows differ."""
+
+    start: int = 0
+    slots: Int[Tensor, "batch query"] | None = None
+    window: int | None = None
+    key_valid: Bool[Tensor, "batch key"] | None = None
+    documents: Int[Tensor, "batch key"] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the future is hidden, at the same slots in every row."""
+        return all(
+            part is None for part in (self.slots, self.window, self.key_valid, self.documents)
+        )
+
+    def table(
+        self, queries: range, keys: range, device: torch.device
+    ) -> Bool[Tensor, "*batch query key"]:
+        """Write the rule out for some queries and keys: True where the query sees the key.
+
+        The result is (query, key) when all rows agree, else (batch, 1, query, key).
+        """
+        key_slot = torch.arange(keys.start, keys.stop, device=device)
+        if self.slots is None:
+            first = self.start + queries.start
+            slot = torch.arange(first, first + len(queries), device=device)[:, None]
+        else:
+            slot = self.slots[:, None, queries.start : queries.stop, None]
+        visible = key_slot <= slot
+        if self.window is not None:
+            visible = visible & (slot - key_slot < self.window)
+        if self.key_valid is not None:
+            visible = visible & self.key_valid[:, None, None, keys.start : keys.stop]
+        if self.documents is not None:
+            of_query = self.documents[:, None, queries.start : queries.stop, None]
+            of_key = self.documents[:, None, None, keys.start : keys.stop]
+            visible = visible & (of_query == of_key)
+        return visible
+
+    def visible_keys(self, queries: range, num_keys: int) -> range:
+        """Return the smallest range that holds every key these queries may see."""
+        if self.slots is not None:
+            return range(num_keys)
+        stop = min(num_keys, self.start + queries.stop)
+        first = 0 if self.window is None else self.start + queries.start - self.window + 1
+        return range(min(max(first, 0), stop), stop)
+
+
+Mask = CausalMask | Tensor | None
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> None:
+    """Refuse shapes that do not belong together, in one line."""
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have one width; got {query.shape[-1]} and {key.shape[-1]}"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value must have one length; got {key.shape[-2]} and {value.shape[-2]}"
+        )
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        raise ValueError(
+            "query, key and value must have the same leading dimensions; got "
+            f"{tuple(query.shape[:-2])}, {tuple(key.shape[:-2])}, {tuple(value.shape[:-2])}"
+        )
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean (True = attend); got {mask.dtype}")
