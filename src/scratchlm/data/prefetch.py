@@ -1,0 +1,63 @@
+"""Make things ahead in a background thread without changing their order.
+
+One thread, one bounded queue: what comes out is make(start), make(start + 1), …, as if called in
+a loop. An error of `make` is raised at the place in the order where it belongs. Closing the
+iterator, or dropping it, ends the thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def prefetch(
+    make: Callable[[int], T], start: int, stop: int | None = None, depth: int = 4
+) -> Iterator[T]:
+    """Yield make(start), make(start+1), … below `stop`, up to `depth` of them made in advance."""
+    if depth < 1:
+        raise ValueError(f"depth must be >= 1; got {depth}")
+    return _consume(make, start, stop, depth)
+
+
+def _consume(make: Callable[[int], T], start: int, stop: int | None, depth: int) -> Iterator[T]:
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+    stopping = threading.Event()
+
+    def put(item: tuple[T | None, BaseException | None]) -> None:
+        while not stopping.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def produce() -> None:
+        step = start
+        try:
+            while not stopping.is_set() and (stop is None or step < stop):
+                put((make(step), None))
+                step += 1
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=produce, name="scratchlm-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item  # type: ignore[misc]
+    finally:
+        stopping.set()
+        while not ready.empty():  # wake a producer that waits for room
+            ready.get_nowait()
+        thread.join()
