@@ -1,0 +1,361 @@
+"""A trained model on disk: written so that a crash at any moment leaves only whole checkpoints.
+
+    RUN/checkpoints/step-00000500/
+        model.safetensors            the weights, under the names of the state dict
+        training_state.safetensors   what else a run needs to go on (optional)
+        config.json                  what the model is
+        tokenizer.json               optional
+        manifest.json                size and sha256 of every file, step, versions, metadata
+
+The directory is filled beside its place as `.tmp-…`; every file is flushed and fsync'd, the
+manifest last; then it is renamed into place and the parent fsync'd. A name `step-…` therefore
+stands for a whole checkpoint or one damaged afterwards, which the hashes show. Checkpoints are
+found by scanning; nothing points at a latest one. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scratchlm import __version__
+from scratchlm.config import ModelConfig, load_config, to_json
+from scratchlm.errors import ScratchLMError
+
+FORMAT_VERSION = 1
+MODEL, TRAINING_STATE = "model.safetensors", "training_state.safetensors"
+CONFIG, TOKENIZER, MANIFEST = "config.json", "tokenizer.json", "manifest.json"
+
+_STEP = re.compile(r"step-(\d{8,})")
+_CHUNK = 8 << 20
+# The names safetensors gives to the types a weight or an optimizer's state can have.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+# Names and places
+
+
+def checkpoint_path(run: str | os.PathLike[str], step: int) -> Path:
+    """Return where a run keeps its checkpoint of `step`."""
+    return Path(run) / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(path: str | os.PathLike[str]) -> int:
+    """Read the step from a checkpoint's name."""
+    match = _STEP.fullmatch(Path(path).name)
+    if match is None:
+        raise ValueError(f"a checkpoint is named step-NNNNNNNN; got {Path(path).name}")
+    return int(match[1])
+
+
+def find_checkpoints(run: str | os.PathLike[str]) -> list[Path]:
+    """List a run's checkpoints, oldest first, whole or damaged."""
+    directory = Path(run) / "checkpoints"
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Say whether a directory is one of our checkpoints (it may still be damaged)."""
+    return (Path(path) / MANIFEST).is_file() and (Path(path) / CONFIG).is_file()
+
+
+def newest_valid(
+    run: str | os.PathLike[str], warn: Callable[[str], None] | None = None
+) -> Path | None:
+    """Return a run's newest whole checkpoint, or None where it has none at all.
+
+    Damaged ones on the way are named through `warn`. Where all are damaged that is an error:
+    starting afresh would bury what may still be repaired.
+    """
+    found = find_checkpoints(run)
+    for path in reversed(found):
+        try:
+            verify_checkpoint(path)
+            return path
+        except ScratchLMError as error:
+            message = f"{error}; trying the checkpoint before it"
+            warnings.warn(message, stacklevel=2) if warn is None else warn(message)
+    if found:
+        raise ScratchLMError(f"{run}: all {len(found)} checkpoints are damaged")
+    return None
+
+
+# Reading
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Check every file against the manifest, size and sha256; return the manifest."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != expected["size"]:
+                raise ScratchLMError(
+                    f"{file} is damaged: expected {expected['size']:,} bytes, got {size:,}"
+                )
+            digest = _digest(file)
+        except OSError as error:
+            raise ScratchLMError(f"{file} is damaged: {error.strerror}") from None
+        if digest != expected["sha256"]:
+            raise ScratchLMError(f"{file} is damaged: its sha256 is not the manifest's")
+    return manifest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint's manifest: `version`, `step`, `files`, `versions`, `metadata`."""
+    file = Path(path) / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+        if manifest["version"] != FORMAT_VERSION:
+            raise ScratchLMError(
+                f"{file}: format version {manifest['version']} is not {FORMAT_VERSION}"
+            )
+        own = manifest.pop("sha256")
+        plain = all(Path(name).name == name for name in manifest["files"])
+        if own != _manifest_digest(manifest) or not plain:
+            raise ValueError
+    except FileNotFoundError:
+        raise ScratchLMError(f"{path} is no checkpoint, or is damaged: no {MANIFEST}") from None
+    except OSError as error:
+        raise ScratchLMError(f"{file} is damaged: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ScratchLMError(f"{file} is damaged: it is not what was written") from None
+    return manifest
+
+
+def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """Read what the model of a checkpoint is."""
+    return load_config(Path(path) / CONFIG)
+
+
+def read_tensors(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", file: str = MODEL
+) -> dict[str, Tensor]:
+    """Read a checkpoint's tensors, one at a time, straight to a device."""
+    return dict(iter_tensors(Path(path) / file, device))
+
+
+def iter_tensors(
+    file: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a safetensors file; only the tensor at hand is read."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                yield name, tensors.get_tensor(name)
+    except FileNotFoundError:
+        raise ScratchLMError(f"{file}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise ScratchLMError(f"{file} is damaged: {error}") from None
+
+
+# Writing
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer_file: str | os.PathLike[str] | None = None,
+    training_state: Mapping[str, Tensor] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint at `directory`, whole or not at all; return its path.
+
+    A whole checkpoint of that name is never overwritten; a damaged one is replaced.
+    """
+    directory = Path(directory)
+    step = step_of(directory) if _STEP.fullmatch(directory.name) else None
+    if directory.exists() and _is_whole(directory):
+        raise ScratchLMError(f"{directory} exists already; a checkpoint is never overwritten")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        beside = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        try:
+            files = {MODEL: write_tensors(beside / MODEL, model)}
+            if training_state is not None:
+                files[TRAINING_STATE] = write_tensors(beside / TRAINING_STATE, training_state)
+            files[CONFIG] = _write(beside / CONFIG, [to_json(config).encode()])
+            if tokenizer_file is not None:
+                files[TOKENIZER] = _write(beside / TOKENIZER, [Path(tokenizer_file).read_bytes()])
+            manifest = _manifest(step, files, dict(metadata or {}))
+            _write(beside / MANIFEST, [manifest.encode()])
+            _sync_directory(beside)
+            if directory.exists():
+                _set_aside(directory, "old")
+            beside.rename(directory)
+            _sync_directory(directory.parent)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise ScratchLMError(
+            f"{directory}: the checkpoint could not be written: {error.strerror or error}"
+        ) from None
+    return directory
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a safetensors file tensor by tensor and fsync it; return its size and sha256.
+
+    Streamed, so that saving takes one tensor of extra memory and the hash is that of the values in
+    memory, not of what a disk gave back.
+    """
+    return _write(path, _safetensors_bytes(tensors))
+
+
+def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    header: dict[str, Any] = {}
+    offset = 0
+    # Widest first: every tensor then starts at a multiple of its own width.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write and fsync one file, hashing on the way."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _manifest(step: int | None, files: dict[str, Any], metadata: dict[str, Any]) -> str:
+    manifest = {
+        "version": FORMAT_VERSION,
+        "step": step,
+        "files": files,
+        "versions": {
+            "scratchlm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "metadata": metadata,
+    }
+    return json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=2) + "\n"
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify_checkpoint(path)
+    except ScratchLMError:
+        return False
+    return True
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# Tidying
+
+
+def _set_aside(path: Path, why: str) -> Path:
+    """Take a checkpoint out of the scan with one rename; a leftover from then on."""
+    aside = path.with_name(f".{why}-{path.name}-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
+def set_aside_after(run: str | os.PathLike[str], step: int) -> list[Path]:
+    """Take the checkpoints after `step` out of the scan: the run goes on from `step`.
+
+    They stay on disk, as `.damaged-…`, until the run has a new checkpoint of its own.
+    """
+    late = [path for path in find_checkpoints(run) if step_of(path) > step]
+    return [_set_aside(path, "damaged") for path in late]
+
+
+def prune_checkpoints(
+    run: str | os.PathLike[str], keep_last: int, keep_steps: Iterable[int] = ()
+) -> list[Path]:
+    """Remove all but the last `keep_last` checkpoints and those of `keep_steps`; return them.
+
+    Call it only once the newest has been verified.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be >= 1; got {keep_last}")
+    found, wanted = find_checkpoints(run), set(keep_steps)
+    gone = [path for path in found[:-keep_last] if step_of(path) not in wanted]
+    for path in gone:
+        shutil.rmtree(_set_aside(path, "old"))
+    for path in (Path(run) / "checkpoints").glob(".damaged-step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return gone
+
+
+def clean_leftovers(run: str | os.PathLike[str]) -> list[Path]:
+    """Remove what a crash left half-written or half-removed; return what was there.
+
+    The caller must be the run's only writer.
+    """
+    directory = Path(run) / "checkpoints"
+    left = [path for kind in ("tmp", "old") for path in directory.glob(f".{kind}-*")]
+    for path in left:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+    return left
