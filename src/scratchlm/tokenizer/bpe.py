@@ -9,77 +9,130 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+import threading
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import regex
 
 from scratchlm.tokenizer.merging import merge_word
-from scratchlm.tokenizer.patterns import PATTERNS, compile_pattern, pattern_name, split_words
-from scratchlm.tokenizer.streaming import StreamDecoder
-
-Allowed = Literal["all"] | Collection[str]
+from scratchlm.tokenizer.patterns import PATTERNS, compile_pattern, pattern_name
+from scratchlm.tokenizer.specials import Allowed, check_text, choose_allowed, split_at_specials
+from scratchlm.tokenizer.splitting import RULES, last_cut
+from scratchlm.tokenizer.streaming import StreamDecoder, encode_stream
+from scratchlm.tokenizer.vocabulary import add_special_tokens, check_merges, check_vocab
+from scratchlm.tokenizer.wordcache import WordCache
 
 
 class Tokenizer:
-    """Byte-level BPE over a vocabulary, a list of merges, special tokens and a pattern."""
+    """Byte-level BPE over a vocabulary, a list of merges, special tokens and a pattern.
+
+    - `special_tokens`: those missing from `vocab` get new ids at its end; a mapping names the ids.
+    - `added_tokens`: whole tokens found in any text, allowed or not (Hugging Face's added tokens
+      that are not special).
+    - `normalization`: None, or "NFC" as Qwen2 has it.
+    - `ignore_merges`: a word that is in the vocabulary is that token, whatever the merges say
+      (tiktoken, Llama 3).
+    - `template`: ids that `encode(…, add_special_tokens=True)` puts before and after a text.
+    """
 
     def __init__(
         self,
         vocab: Mapping[int, bytes],
         merges: Sequence[tuple[bytes, bytes]],
-        special_tokens: Sequence[str] | None = None,
+        special_tokens: Sequence[str] | Mapping[str, int] | None = None,
         pattern: str = "gpt2",
+        *,
+        added_tokens: Mapping[str, int] | None = None,
+        normalization: str | None = None,
+        ignore_merges: bool = False,
+        template: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> None:
         compile_pattern(pattern)
         self.pattern = pattern_name(pattern) or pattern
+        if normalization not in (None, "NFC"):
+            raise ValueError(f"normalization must be None or NFC; got {normalization!r}")
+        self.normalization = normalization
+        self.ignore_merges = ignore_merges
         self.vocab = dict(vocab)
-        self.merges = [(left, right) for left, right in merges]
-        self.special_tokens: dict[str, int] = {}
-        id_of = {token: i for i, token in self.vocab.items()}
-        for token in special_tokens or ():
-            if token.encode() not in id_of:
-                new = max(self.vocab) + 1
-                self.vocab[new] = token.encode()
-                id_of[token.encode()] = new
-            self.special_tokens[token] = id_of[token.encode()]
+        self.special_tokens = add_special_tokens(self.vocab, special_tokens or ())
+        self.added_tokens = add_special_tokens(self.vocab, added_tokens or {})
+        whole = {**self.added_tokens, **self.special_tokens}
+        if len(whole) < len(self.added_tokens) + len(self.special_tokens):
+            twice = next(iter(set(self.added_tokens) & set(self.special_tokens)))
+            raise ValueError(f"token {twice!r} must be special or added, not both")
+        self._whole = whole
+        id_of = check_vocab(self.vocab, whole)
+        self._id_of = id_of
+        self.merges, self._table = check_merges(merges, id_of)
+        self.template = (tuple(template[0]), tuple(template[1]))
+        for token in chain(*self.template):
+            self.token_bytes(token)
         self._byte_ids = [id_of[bytes([byte])] for byte in range(256)]
-        self._table = {
-            (id_of[left], id_of[right]): (rank, id_of[left + right])
-            for rank, (left, right) in enumerate(self.merges)
-        }
+        self._cache = WordCache(self._merge_words, self.pattern)
+        self._lock = threading.Lock()  # the cache changes while it encodes
 
     @property
     def vocab_size(self) -> int:
         """The number of ids: the greatest one plus one."""
         return max(self.vocab) + 1
 
-    def encode(self, text: str, *, allowed_special: Allowed = "all") -> list[int]:
-        """Turn a text into ids; only the special tokens in `allowed_special` count as such."""
-        ids: list[int] = []
-        allowed = self._allowed(allowed_special)
-        parts = [text]
-        if allowed:
-            longest = sorted(allowed, key=len, reverse=True)
-            parts = regex.split("(" + "|".join(map(regex.escape, longest)) + ")", text)
-        for i, part in enumerate(parts):
-            if i % 2:
-                ids.append(self.special_tokens[part])
-                continue
-            for word in split_words(part, self.pattern):
-                ids += merge_word([self._byte_ids[b] for b in word.encode("utf-8")], self._table)
+    def encode(
+        self, text: str, *, allowed_special: Allowed = "all", add_special_tokens: bool = False
+    ) -> list[int]:
+        """Turn a text into ids.
+
+        Only the special tokens in `allowed_special` count as such; others are ordinary text.
+        `add_special_tokens` puts the template's ids around it.
+        """
+        ids = self.encode_array(text, allowed_special=allowed_special).tolist()
+        if add_special_tokens:
+            before, after = self.template
+            return [*before, *ids, *after]
         return ids
 
     def encode_array(self, text: str, *, allowed_special: Allowed = ()) -> np.ndarray:
-        """Turn a text into ids, as an array: the fast entry for much text."""
-        return np.asarray(self.encode(text, allowed_special=allowed_special), dtype=np.uint32)
+        """Turn a text into an array of uint32 ids: the fast entry for much text."""
+        check_text(text)
+        return self._encode_parts(split_at_specials(text, self._found_whole(allowed_special)))
+
+    def encode_batch(
+        self, texts: Sequence[str], *, allowed_special: Allowed = ()
+    ) -> list[np.ndarray]:
+        """Encode each of many texts, faster than one after the other where they are short."""
+        if self._found_whole(allowed_special):
+            return [self.encode_array(text, allowed_special=allowed_special) for text in texts]
+        for text in texts:
+            check_text(text)
+        ids, ends = self._encode_texts(list(texts))
+        return np.split(ids, ends[:-1]) if len(texts) else []
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Turn bytes into ids that decode to them; what is no UTF-8 is merged as it stands."""
+        text = data.decode("utf-8", errors="surrogateescape")
+        ids: list[int] = []
+        for i, part in enumerate(regex.split("([\udc80-\udcff]+)", text)):
+            if i % 2:
+                word = part.encode("utf-8", errors="surrogateescape")
+                ids += self._merge_words([word])[0].tolist()
+            else:
+                ids += self.encode(part, allowed_special=())
+        return ids
 
     def encode_iterable(
         self, pieces: Iterable[str], *, allowed_special: Allowed = "all"
     ) -> Iterator[int]:
-        """Yield the ids of the pieces joined, wherever they are cut."""
-        yield from self.encode("".join(pieces), allowed_special=allowed_special)
+        """Yield the ids of the pieces joined, wherever they are cut, in constant memory.
+
+        What is held back is the text since the last place where it can be cut safely. A pattern
+        that has no name here gives no such places but its special tokens.
+        """
+        tokens = self._found_whole(allowed_special)
+        return encode_stream(pieces, tokens, self._last_cut, self._encode_parts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn ids into text; bytes that are no UTF-8 become U+FFFD."""
@@ -87,13 +140,19 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Turn ids into bytes."""
-        return b"".join(map(self.token_bytes, ids))
+        listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        try:
+            return b"".join([self.vocab[token] for token in listed])
+        except (KeyError, TypeError):
+            return b"".join(map(self.token_bytes, listed))  # names the one that is wrong
 
     def token_bytes(self, token: int) -> bytes:
         """Give the bytes of one id."""
-        found = self.vocab.get(token)
+        found = self.vocab.get(token) if isinstance(token, int | np.integer) else None
         if found is None:
-            raise ValueError(f"token id must be in the vocabulary of {self.vocab_size}; got {token}")
+            raise ValueError(
+                f"token id must be one of the vocabulary's {len(self.vocab)}; got {token!r}"
+            )
         return found
 
     def stream_decoder(self) -> StreamDecoder:
@@ -102,18 +161,75 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """Name this tokenizer by a SHA-256 over all that decides its ids."""
-        identity = [
-            [[i, self.vocab[i].hex()] for i in sorted(self.vocab)],
-            [[left.hex(), right.hex()] for left, right in self.merges],
-            PATTERNS.get(self.pattern, self.pattern),
-            sorted(self.special_tokens.items()),
-        ]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        identity = {
+            "vocab": [[i, self.vocab[i].hex()] for i in sorted(self.vocab)],
+            "merges": [[left.hex(), right.hex()] for left, right in self.merges],
+            "pattern": PATTERNS.get(self.pattern, self.pattern),
+            "special_tokens": sorted(self.special_tokens.items()),
+            "added_tokens": sorted(self.added_tokens.items()),
+            "normalization": self.normalization,
+            "ignore_merges": self.ignore_merges,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
-    def _allowed(self, allowed_special: Allowed) -> list[str]:
-        if allowed_special == "all":
-            return list(self.special_tokens)
-        unknown = [token for token in allowed_special if token not in self.special_tokens]
-        if unknown:
-            raise ValueError(f"allowed_special names {unknown[0]!r}, which is no special token here")
-        return list(allowed_special)
+    def save(self, directory: str | Path) -> Path:
+        """Write `tokenizer.json` into a directory, whole or not at all; return its path."""
+        from scratchlm.tokenizer.files import write_tokenizer_json
+        from scratchlm.tokenizer.hf_json import to_json
+
+        return write_tokenizer_json(directory, to_json(self))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # To hand a tokenizer to another process: the cache and its lock stay behind.
+        options = {
+            "added_tokens": self.added_tokens,
+            "normalization": self.normalization,
+            "ignore_merges": self.ignore_merges,
+            "template": self.template,
+        }
+        return _rebuild, (self.vocab, self.merges, self.special_tokens, self.pattern, options)
+
+    def _found_whole(self, allowed_special: Allowed) -> frozenset[str]:
+        return choose_allowed(allowed_special, self.special_tokens) | frozenset(self.added_tokens)
+
+    def _encode_parts(self, parts: list[str]) -> np.ndarray:
+        """Encode texts with whole tokens between them: the odd entries."""
+        ids, ends = self._encode_texts(parts[::2])
+        if len(parts) == 1:
+            return ids
+        return np.insert(
+            ids, ends[: len(parts) // 2], [self._whole[token] for token in parts[1::2]]
+        )
+
+    def _encode_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts: all their ids in a row, and where each one's end."""
+        if self.normalization:
+            texts = [unicodedata.normalize("NFC", text) for text in texts]
+        with self._lock:
+            return self._cache.encode(texts)
+
+    def _last_cut(self, text: str, low: int, high: int) -> int:
+        return last_cut(text, low, high) if self.pattern in RULES else low
+
+    def _merge_words(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Merge words: all their ids in a row, and how many each has."""
+        byte_ids, table = self._byte_ids, self._table
+        merged = []
+        for word in words:
+            whole = self._id_of.get(word) if self.ignore_merges else None
+            if whole is not None:
+                merged.append([whole])
+            else:
+                merged.append(merge_word([byte_ids[byte] for byte in word], table))
+        ids = np.fromiter(chain.from_iterable(merged), dtype=np.uint32)
+        return ids, np.fromiter(map(len, merged), dtype=np.int64, count=len(merged))
+
+
+def _rebuild(
+    vocab: dict[int, bytes],
+    merges: list[tuple[bytes, bytes]],
+    special_tokens: dict[str, int],
+    pattern: str,
+    options: dict[str, Any],
+) -> Tokenizer:
+    return Tokenizer(vocab, merges, special_tokens, pattern, **options)

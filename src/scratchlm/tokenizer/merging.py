@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from itertools import pairwise
 
 # (left id, right id) -> (rank, id of the two joined)
 MergeTable = Mapping[tuple[int, int], tuple[int, int]]
@@ -25,7 +26,7 @@ def merge_word(ids: list[int], table: MergeTable) -> list[int]:
 
 def _merge_short(ids: list[int], table: MergeTable) -> list[int]:
     get = table.get
-    pairs = [get(pair) for pair in zip(ids, ids[1:], strict=False)]
+    pairs = [get(pair) for pair in pairwise(ids)]
     while True:
         best = None
         at = -1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import regex
 
@@ -42,7 +43,7 @@ def train_bpe_naive(
     while 256 + len(merges) + len(special_tokens) < vocab_size:
         pairs: Counter[Pair] = Counter()
         for word, pieces in words.items():
-            for pair in zip(pieces, pieces[1:], strict=False):
+            for pair in pairwise(pieces):
                 pairs[pair] += counts[word]
         if not pairs:
             break  # every word is one token
@@ -74,11 +75,7 @@ def encode_word_naive(word: bytes, merges: Sequence[Pair]) -> list[bytes]:
     rank = {pair: i for i, pair in enumerate(merges)}
     pieces = [bytes([byte]) for byte in word]
     while True:
-        known = [
-            (rank[pair], i)
-            for i, pair in enumerate(zip(pieces, pieces[1:], strict=False))
-            if pair in rank
-        ]
+        known = [(rank[pair], i) for i, pair in enumerate(pairwise(pieces)) if pair in rank]
         if not known:
             return pieces
         _, i = min(known)

@@ -16,22 +16,24 @@ import regex
 
 # GPT-2: one space may lead a word; digits stay together.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# GPT-4, as tiktoken's cl100k_base writes it: any one non-letter may lead a word, at most three
-# digits together, punctuation takes its line ends along, and the whitespace that ends a text is
-# one word (`\s++$`).
-_GPT4 = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-# The same as first published, without the rule for the text's end; Llama 3's files hold this one.
+# Llama 3: any one non-letter may lead a word, at most three digits stay together, and punctuation
+# takes its line ends along.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# GPT-4 (tiktoken's cl100k_base): the same, and whitespace that ends a text is one word (`\s++$`).
+_GPT4 = _LLAMA3.replace(r"|\s*[\r\n]+", r"|\s++$|\s*[\r\n]+")
 # Qwen2 and Qwen3: Llama 3's, with every digit alone.
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 PATTERNS = {"gpt2": _GPT2, "gpt4": _GPT4, "llama3": _LLAMA3, "qwen2": _QWEN2}
+# The same two as tiktoken writes them.
+_ALSO = {
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": "gpt2",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "gpt4",
+}
 
 # A pattern that came from a file may be a trap; matching one word must not take this long.
 MATCH_SECONDS = 10.0
@@ -41,7 +43,8 @@ def pattern_name(pattern: str) -> str | None:
     """Name a pattern given by name or as its regular expression; None if we have no name for it."""
     if pattern in PATTERNS:
         return pattern
-    return next((name for name, text in PATTERNS.items() if text == pattern), None)
+    named = {text: name for name, text in PATTERNS.items()} | _ALSO
+    return named.get(pattern)
 
 
 @functools.lru_cache(maxsize=64)
