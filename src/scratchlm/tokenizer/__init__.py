@@ -6,5 +6,9 @@ The naive definition is `naive.py`; everything else is how to do the same at spe
 from __future__ import annotations
 
 from scratchlm.tokenizer.bpe import Tokenizer
+from scratchlm.tokenizer.characters import CharTokenizer
+from scratchlm.tokenizer.files import load_tokenizer
+from scratchlm.tokenizer.patterns import PATTERNS
+from scratchlm.tokenizer.streaming import StreamDecoder
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "CharTokenizer", "load_tokenizer", "StreamDecoder", "PATTERNS"]
