@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from scratchlm.data.batches import Batch as Batch
     from scratchlm.data.batches import Batches as Batches
     from scratchlm.data.batches import ValidationBatches as ValidationBatches
+    from scratchlm.data.plan import Progress as Progress
     from scratchlm.data.preparation import Prepared as Prepared
-    from scratchlm.data.preparation import Progress as Progress
     from scratchlm.data.preparation import prepare as prepare
     from scratchlm.data.sources import iter_documents as iter_documents
     from scratchlm.data.token_file import TokenFile as TokenFile
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "prepare": "preparation",
     "Prepared": "preparation",
-    "Progress": "preparation",
+    "Progress": "plan",
     "iter_documents": "sources",
     "TokenFile": "token_file",
     "TokenFileInfo": "token_file",

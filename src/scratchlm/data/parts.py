@@ -1,0 +1,106 @@
+"""Sources cut into parts: the unit of work, of progress and of resuming.
+
+Where a source is cut depends on its bytes alone, never on the number of workers: a text file
+after a separator (or, when the file is one document, at a safe place, see `reading.py`), a JSON
+Lines file after a line, a Parquet file between row groups. A part has about PART_BYTES; a document
+larger than that stays in one part and is streamed. Gzipped files are one part each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import IO
+
+from scratchlm.data.reading import SAFE_CUT, head_of, open_parquet, read_pieces
+from scratchlm.data.sources import CHUNK_BYTES, Source
+from scratchlm.data.split import side_of
+from scratchlm.errors import ScratchLMError
+
+PART_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of a source; `side` is set where the whole range belongs to one document."""
+
+    source: Source
+    start: int
+    end: int | None
+    ends_document: bool
+    side: str | None
+    weight: int  # bytes of the source it stands for, for the progress bar
+
+
+def cut_source(source: Source, separator: str | None, val_fraction: float | None) -> list[Part]:
+    """Cut one source into parts; `val_fraction` is None where all of it goes to one side."""
+    if source.kind == "parquet":
+        with open_parquet(source) as file:
+            groups = file.num_row_groups
+            if file.metadata.num_rows == 0:
+                raise ScratchLMError(f"{source.name}: the file holds no rows")
+        share = source.size // groups
+        return [Part(source, g, g + 1, True, None, share) for g in range(groups)]
+    one_document = source.kind == "text" and separator is None
+    side = None
+    if one_document:
+        side = "train" if val_fraction is None else side_of(_head(source), val_fraction)
+    if source.gzipped:
+        return [Part(source, 0, None, True, side, source.size)]
+    marks = [0, *_boundaries(source, separator), source.size]
+    return [
+        Part(source, start, end, not one_document or end == source.size, side, end - start)
+        for start, end in pairwise(marks)
+    ]
+
+
+def _head(source: Source) -> str:
+    for piece in read_pieces(source):
+        return head_of(piece.text)
+    return ""
+
+
+def _boundaries(source: Source, separator: str | None) -> Iterator[int]:
+    """Yield where to cut: about every PART_BYTES, at the first good place after."""
+    with open(source.path, "rb") as file:
+        target = PART_BYTES
+        while target < source.size:
+            if source.kind == "jsonl":
+                place = _after(file, target, b"\n")
+            elif separator is not None:
+                place = _after(file, target, separator.encode())
+            else:
+                place = _safe_place(file, target)
+            if place is None or place >= source.size:
+                return
+            yield place
+            target = place + PART_BYTES
+
+
+def _after(file: IO[bytes], start: int, wanted: bytes) -> int | None:
+    """Find the end of the first `wanted` that begins at or after `start`."""
+    file.seek(start)
+    offset, buffer = start, b""
+    while chunk := file.read(CHUNK_BYTES):
+        buffer += chunk
+        if (found := buffer.find(wanted)) >= 0:
+            return offset + found + len(wanted)
+        drop = max(0, len(buffer) - len(wanted) + 1)
+        offset, buffer = offset + drop, buffer[drop:]
+    return None
+
+
+def _safe_place(file: IO[bytes], start: int) -> int | None:
+    """Find the first place after `start` where cutting leaves the ids as they are."""
+    file.seek(start)
+    offset = start
+    while chunk := file.read(CHUNK_BYTES):
+        lead = 0  # the end of a character that began before this chunk
+        while lead < len(chunk) and chunk[lead] & 0xC0 == 0x80:
+            lead += 1
+        text = chunk[lead:].decode("utf-8", errors="ignore")  # checked before: only the end is cut
+        if match := SAFE_CUT.search(text):
+            return offset + lead + len(text[: match.end()].encode())
+        offset += len(chunk)
+    return None
