@@ -10,5 +10,6 @@ from scratchlm.tokenizer.characters import CharTokenizer
 from scratchlm.tokenizer.files import load_tokenizer
 from scratchlm.tokenizer.patterns import PATTERNS
 from scratchlm.tokenizer.streaming import StreamDecoder
+from scratchlm.tokenizer.training import train_bpe
 
-__all__ = ["Tokenizer", "CharTokenizer", "load_tokenizer", "StreamDecoder", "PATTERNS"]
+__all__ = ["Tokenizer", "train_bpe", "CharTokenizer", "load_tokenizer", "StreamDecoder", "PATTERNS"]

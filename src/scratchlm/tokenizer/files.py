@@ -11,6 +11,7 @@ import base64
 import binascii
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,7 @@ def read_json(file: Path) -> Any:
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         read = dict(pairs)
         if len(read) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in read if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"{twice!r:.60} stands twice in one table")
         return read
 

@@ -32,33 +32,45 @@ class StreamDecoder:
         return rest
 
 
-def encode_stream(
+def settled_parts(
     pieces: Iterable[str],
     specials: frozenset[str],
     last_cut: Callable[[str, int, int], int],
-    encode_parts: Callable[[list[str]], np.ndarray],
-) -> Iterator[int]:
-    """Encode pieces of a text as if they were joined, holding only what may still change.
+    enough: int = PIECE,
+) -> Iterator[list[str]]:
+    """Regroup pieces of a text, holding back only what later text may still change.
 
-    `encode_parts` takes texts with special tokens between them (the odd entries); `last_cut`
-    finds the last place in a range where a text may be cut without changing its ids.
+    Each list holds texts with special tokens between them (the odd entries); one list's last text
+    and the next one's first are cut where `last_cut` allows it: it finds the last place in a range
+    where cutting changes no ids.
     """
     margin = max(map(len, specials), default=0)
     held: list[str] = []
-    size, enough = 0, PIECE
+    size, wanted = 0, enough
     before = 0  # characters of all earlier pieces
     for piece in pieces:
         check_text(piece, before)
         before += len(piece)
         held.append(piece)
         size += len(piece)
-        if size < enough:
+        if size < wanted:
             continue
         parts, rest = settled_specials("".join(held), specials)
         cut = last_cut(rest, 0, max(len(rest) - margin, 0))
         if parts or cut:
-            yield from encode_parts([*parts, rest[:cut]]).tolist()
+            yield [*parts, rest[:cut]]
         held, size = [rest[cut:]], len(rest) - cut
         # A text that cannot be cut is looked at again only once it has doubled: linear in all.
-        enough = max(PIECE, 2 * size)
-    yield from encode_parts(split_at_specials("".join(held), specials)).tolist()
+        wanted = max(enough, 2 * size)
+    yield split_at_specials("".join(held), specials)
+
+
+def encode_stream(
+    pieces: Iterable[str],
+    specials: frozenset[str],
+    last_cut: Callable[[str, int, int], int],
+    encode_parts: Callable[[list[str]], np.ndarray],
+) -> Iterator[int]:
+    """Encode pieces of a text as if they were joined."""
+    for parts in settled_parts(pieces, specials, last_cut):
+        yield from encode_parts(parts).tolist()
