@@ -1,0 +1,83 @@
+"""How good a model is on text it has not been trained on.
+
+    loss            Σ −ln p(target) / number of targets        nats per token
+    perplexity      e^loss
+    bits per byte   Σ −ln p(target) / (ln 2 · bytes of the targets' text)
+
+Bits per byte does not depend on the tokenizer. Special tokens such as end-of-text are coded too,
+so their loss counts, but they stand for no byte of text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scratchlm.data import IGNORE_INDEX, Batch
+from scratchlm.model import TransformerLM
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one evaluation; `bits_per_byte` where the bytes are known."""
+
+    loss: float
+    targets: int
+    num_bytes: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss; infinite where that is too large to write."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss in bits, shared among the bytes of the text."""
+        if not self.num_bytes:
+            return None
+        return self.loss * self.targets / math.log(2) / self.num_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: TransformerLM,
+    batches: Iterable[Batch],
+    *,
+    max_batches: int = 0,
+    bytes_per_id: Tensor | None = None,
+    autocast: contextlib.AbstractContextManager[Any] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Measure the loss over `batches` (0: all of them); None where `should_stop` broke it off."""
+    device = next(model.parameters()).device
+    means: list[Tensor] = []
+    counts: list[int] = []
+    num_bytes = 0
+    autocast = contextlib.nullcontext() if autocast is None else autocast
+    for batch in islice(batches, max_batches or None):
+        if should_stop():
+            return None
+        count = batch.num_targets()
+        if not count:
+            continue
+        if bytes_per_id is not None:
+            counted = batch.targets[batch.targets != IGNORE_INDEX]
+            num_bytes += int(bytes_per_id[counted].sum())
+        moved = batch.to(device, non_blocking=True)
+        with autocast:
+            logits = model(moved.inputs, document_ids=moved.document_ids)
+            mean = model.ops.cross_entropy(logits, moved.targets, ignore_index=IGNORE_INDEX)
+        means.append(mean)
+        counts.append(count)
+    if not counts:
+        raise ValueError("there is nothing to evaluate on: no targets")
+    per_batch = torch.stack(means).tolist()  # the one wait for the device
+    total = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
+    return Evaluation(total / sum(counts), sum(counts), num_bytes or None)

@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM: ask the loop to stop at the next step; a second one ends the process.
+
+The second needs no cooperation: after the first signal the system's own handling is put back, so
+that another ends the process at once, even inside a long computation. That loses no more than a
+kill would: nothing that was saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass
+class Interruption:
+    """Which signal asked us to stop, if one did."""
+
+    signal: int | None = None
+
+    def __call__(self) -> bool:
+        """Say whether to stop."""
+        return self.signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell expects of a process a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@contextlib.contextmanager
+def watch_signals() -> Iterator[Interruption]:
+    """Catch the first SIGINT or SIGTERM; outside the main thread, catch nothing."""
+    asked = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        asked.signal = number
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {each: signal.signal(each, handle) for each in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

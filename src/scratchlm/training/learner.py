@@ -1,0 +1,178 @@
+"""A model and all that moves it: what one step changes, and what a checkpoint must hold.
+
+Parallel code and compilation are applied here, from outside; the model stays the plain one, and
+its state dict keeps its names. The training state, beside the weights, is
+
+    KEY.PARAMETER    the optimizer's tensors, such as exp_avg.layers.0.ln1.weight
+    raw.PARAMETER    where an average is kept: the weights it is the average of
+
+With an average, `model.safetensors` holds the average: it is the model one wants to use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from scratchlm.config import ModelConfig
+from scratchlm.errors import ScratchLMError
+from scratchlm.model import TransformerLM
+from scratchlm.ops import Ops
+from scratchlm.training.optimizers import make_optimizers
+from scratchlm.training.settings import TrainConfig
+
+
+class Learner:
+    """A model on a device, its optimizers, and its moving average if there is one."""
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        settings: TrainConfig,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.settings = settings = settings.resolved(self.device.type)
+        self.optimizers = make_optimizers(
+            model,
+            settings.optimizer,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            fast=settings.fast_optimizer,
+        )
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.average: dict[str, Tensor] | None = None
+        if settings.ema:
+            self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+        apply_checkpointing(model, settings.checkpointing)
+        self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Run matmuls in bfloat16 where the settings say so."""
+        mixed = self.settings.precision == "bf16-mixed"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
+
+    def set_lr(self, lr: float) -> None:
+        """Give every optimizer the step's learning rate."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    @torch.no_grad()
+    def update_average(self, step: int) -> None:
+        """Move the average towards the weights; early in a run, faster."""
+        if self.average is None:
+            return
+        decay = min(self.settings.ema, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), 1 - decay)
+
+    @contextlib.contextmanager
+    def best_weights(self) -> Iterator[TransformerLM]:
+        """Lend the model with its averaged weights, where there is an average."""
+        if self.average is None:
+            yield self.model
+            return
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._put(self.average)
+        try:
+            yield self.model
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, tensors: dict[str, Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(tensors[name])
+
+    # What a checkpoint holds
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return the weights to use, under the names of the state dict."""
+        return {**self.model.state_dict(), **(self.average or {})}
+
+    def training_state(self) -> dict[str, Tensor]:
+        """Return what else the next step depends on."""
+        tensors: dict[str, Tensor] = {}
+        if self.average is not None:
+            tensors = {f"raw.{name}": p.detach() for name, p in self.parameters.items()}
+        for optimizer in self.optimizers:
+            for name, p in self.parameters.items():
+                for key, value in optimizer.state.get(p, {}).items():
+                    tensors[f"{key}.{name}"] = value
+        return tensors
+
+    def load(self, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        """Take up what `model_tensors` and `training_state` returned."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for full_name, tensor in state.items():
+            key, _, name = full_name.partition(".")
+            by_name.setdefault(name, {})[key] = tensor
+        try:
+            self.model.load_state_dict(model)
+            if self.average is not None:
+                self.average = {name: model[name].to(self.device) for name in self.average}
+                self._put({name: by_name[name].pop("raw") for name in self.parameters})
+            for optimizer in self.optimizers:
+                _load_optimizer(optimizer, self.parameters, by_name)
+        except (KeyError, RuntimeError) as error:
+            what = " ".join(str(error).split())[:200]
+            raise ScratchLMError(
+                f"the checkpoint does not fit this model and optimizer: {what}"
+            ) from None
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    by_name: dict[str, dict[str, Tensor]],
+) -> None:
+    names = {id(p): name for name, p in parameters.items()}
+    table = optimizer.state_dict()  # for its groups; their parameters are numbered in order
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    table["state"] = {
+        index: {key: tensor.clone() for key, tensor in by_name[names[id(p)]].items()}
+        for index, p in enumerate(order)
+        if names[id(p)] in by_name
+    }
+    optimizer.load_state_dict(table)
+
+
+def build_model(
+    config: ModelConfig, seed: int, device: torch.device | str, ops: str | Ops = "fast"
+) -> TransformerLM:
+    """Make a model whose first weights are a function of the seed alone, whatever the device."""
+    model = TransformerLM(config, ops)
+    model.reset_parameters(torch.Generator().manual_seed(seed))
+    return model.to(device)
+
+
+# Means applied from outside
+
+
+def apply_checkpointing(model: TransformerLM, policy: str) -> None:
+    """Recompute a part of each layer in the backward pass instead of keeping it."""
+    part = {"none": None, "block": "", "attention": "attn", "ffn": "ffn"}[policy]
+    if part is None:
+        return
+    for layer in model.layers:
+        module = layer.get_submodule(part)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
+    """Return the loss, compiled whole or layer by layer; names in the state dict stay."""
+    if how == "model":
+        return torch.compile(model.loss)
+    if how == "block":
+        for layer in model.layers:
+            layer.compile()
+    return model.loss

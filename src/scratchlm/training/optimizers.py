@@ -1,0 +1,224 @@
+"""The optimizers from their formulas, torch's own as their fast twins, and gradient clipping.
+
+AdamW (arXiv:1711.05101, algorithm 2; bias correction from arXiv:1412.6980), at step t:
+
+    θ ← θ − lr·λ·θ
+    m ← β₁m + (1 − β₁)g        v ← β₂v + (1 − β₂)g²
+    θ ← θ − lr · m̂ / (√v̂ + ε),  m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ)
+
+Muon (Jordan et al., 2024), for matrices of hidden layers; O is the momentum with all its singular
+values brought near 1, found by a few matrix products and no decomposition:
+
+    B ← μB + (1 − μ)g,  U = (1 − μ)g + μB
+    O = NewtonSchulz(U / ‖U‖),  X ← aX + (bA + cA²)X with A = XXᵀ, five times
+    θ ← θ − lr·λ·θ − lr · 0.2·√max(rows, columns) · O
+
+The factor gives an update the size AdamW's has (arXiv:2502.16982), so one learning rate serves
+the matrices and the rest, which AdamW moves.
+
+Weight decay acts on what has two dimensions or more (projections, experts, embedding tables);
+gains and biases, of one dimension, are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+CLIP_EPS = 1e-6
+# Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, written out."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie in [0, 1); got betas={tuple(betas)}")
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient once."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
+                state["step"] += 1
+                t = state["step"].item()
+
+                p.mul_(1 - lr * group["weight_decay"])
+                m.mul_(beta1).add_(g, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                denominator = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
+                p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+        return loss
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalised; for matrices, or stacks of them such as experts."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
+        _check_not_negative(lr=lr, weight_decay=weight_decay)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1); got momentum={momentum}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.ndim < 2:
+                raise ValueError(f"Muon moves matrices only; got shape {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient once."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            lr, mu = group["lr"], group["momentum"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(p.grad, 1 - mu)
+                update = newton_schulz(p.grad.lerp(buffer, mu))
+                size = 0.2 * math.sqrt(max(p.shape[-2:]))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * size)
+        return loss
+
+
+def newton_schulz(
+    matrix: Tensor, steps: int = NS_STEPS, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Bring all singular values of a matrix (…, rows, columns) near 1, keeping their vectors."""
+    a, b, c = NS_COEFFICIENTS
+    x = matrix.to(dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the smaller side makes the smaller product
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and >= 0; got {name}={value}")
+
+
+# Which parameters, and which twin
+
+
+def make_optimizers(
+    model: nn.Module,
+    kind: str = "adamw",
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    fast: bool = True,
+) -> list[Optimizer]:
+    """Make what moves a model's parameters; `fast=False` takes the classes above."""
+    if kind not in ("adamw", "muon"):
+        raise ValueError(f"optimizer must be one of adamw, muon; got {kind!r}")
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if kind == "muon" and is_hidden_matrix(name, p)]
+    chosen = {id(p) for p in hidden}
+    rest = [p for _, p in named if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    made: list[Optimizer] = []
+    if groups and fast:
+        made.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True))
+    elif groups:
+        made.append(AdamW(groups, lr=lr, betas=betas, eps=eps))
+    if hidden and fast and all(p.ndim == 2 for p in hidden):
+        made.append(
+            torch.optim.Muon(
+                hidden,
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    elif hidden:
+        made.append(Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay))
+    return made
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Say whether a parameter is a matrix between hidden states, not a table or the head."""
+    outer = ("token_embeddings.", "position_embeddings.", "lm_head.")
+    return parameter.ndim >= 2 and not name.startswith(outer)
+
+
+# Clipping
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = CLIP_EPS
+) -> Tensor:
+    """Scale all gradients, in place, so that together their norm is at most `max_norm`.
+
+    Return the norm they had. Nothing waits for the device: where the norm is small enough, the
+    gradients are multiplied by exactly 1.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be greater than 0; got {max_norm}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(grads)
+    if grads:
+        torch._foreach_mul_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
+    return norm
+
+
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Return √Σ‖t‖² over all tensors: the norm of their norms."""
+    if not tensors:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))

@@ -1,0 +1,230 @@
+"""How a model is trained: every choice that a run's outcome depends on besides model and data.
+
+`TrainConfig` is what a person writes, with None for "as suits"; `resolved` fills the gaps. The
+resolved one is written beside the run.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from scratchlm.accounting import CHECKPOINTING
+from scratchlm.config import ModelConfig
+
+SCHEDULES = ("cosine", "wsd", "constant")
+OPTIMIZERS = ("adamw", "muon")
+PRECISIONS = ("fp32", "bf16-mixed")
+COMPILE = ("off", "block", "model")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    steps: int = 1_000
+    batch_size: int = 32  # sequences in one update
+    micro_batch_size: int | None = None  # sequences at a time; None: the whole batch
+    seed: int = 0
+    # optimizer
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    min_lr: float | None = None  # where the schedule ends; None: lr / 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.95  # Muon's
+    weight_decay: float = 0.1
+    clip: float = 1.0  # the most the gradients' global norm may be; 0: any
+    fast_optimizer: bool = True  # torch's own; false: the ones written out here
+    # schedule
+    schedule: str = "cosine"
+    warmup_steps: int | None = None  # None: a twentieth of the steps, 200 at most
+    decay_steps: int | None = None  # of wsd; None: a fifth of the steps
+    # loss
+    z_loss: float = 0.0
+    document_mask: bool = False  # documents packed in one sequence do not see each other
+    ema: float = 0.0  # decay of the weights' moving average; 0: none
+    # means
+    precision: str | None = None  # None: bf16-mixed on a GPU, fp32 elsewhere
+    compile: str = "off"
+    checkpointing: str = "none"
+    # when
+    eval_every: int | None = None  # None: 20 times in the run; 0: never
+    eval_batches: int = 0  # of the held-out data; 0: all of it
+    save_every: int | None = None  # None: as often as it is evaluated, 10 steps at least
+    keep_last: int = 2
+    patience: int = 0  # stop after this many evaluations without a better one; 0: never
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name, least in _WHOLE.items():
+            _whole(name, getattr(self, name), least)
+        for name, (low, high) in _RANGES.items():
+            _number(name, getattr(self, name), low, high)
+        for beta in self.betas:
+            _number("betas", beta, 0, 1)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name == "precision"):
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        for name in ("fast_optimizer", "document_mask"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise ValueError(
+                "micro_batch_size must not exceed batch_size; got "
+                f"micro_batch_size={self.micro_batch_size}, batch_size={self.batch_size}"
+            )
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"min_lr must not exceed lr; got min_lr={self.min_lr}, lr={self.lr}")
+        if self.warmup_steps is not None and self.warmup_steps > self.steps:
+            raise ValueError(
+                "warmup_steps must not exceed steps; got "
+                f"warmup_steps={self.warmup_steps}, steps={self.steps}"
+            )
+
+    def resolved(self, device_type: str) -> TrainConfig:
+        """Fill in what was left to us."""
+        every = max(1, self.steps // 20) if self.eval_every is None else self.eval_every
+        fill: dict[str, Any] = {
+            "micro_batch_size": self.batch_size,
+            "min_lr": self.lr / 10,
+            "warmup_steps": min(200, self.steps // 20),
+            "decay_steps": self.steps // 5,
+            "precision": "bf16-mixed" if device_type == "cuda" else "fp32",
+            "eval_every": every,
+            "save_every": max(10, every),
+        }
+        gaps = {name: value for name, value in fill.items() if getattr(self, name) is None}
+        return replace(self, **gaps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write as plain values; what is None is left out."""
+        table = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**table, "betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> TrainConfig:
+        """Read plain values; unknown keys are refused by name."""
+        if not isinstance(values, dict):
+            raise TypeError(f"train must be a table; got {type(values).__name__}")
+        unknown = values.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown config key: train.{sorted(unknown)[0]}")
+        return cls(**values)
+
+    def tokens_per_step(self, model: ModelConfig) -> int:
+        """Return the tokens of one update."""
+        return self.batch_size * model.context_length
+
+
+_WHOLE = {
+    "steps": 1,
+    "batch_size": 1,
+    "micro_batch_size": 1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "decay_steps": 0,
+    "eval_every": 0,
+    "eval_batches": 0,
+    "save_every": 1,
+    "keep_last": 1,
+    "patience": 0,
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "lr": (0, math.inf),
+    "min_lr": (0, math.inf),
+    "eps": (0, math.inf),
+    "momentum": (0, 1),
+    "weight_decay": (0, math.inf),
+    "clip": (0, math.inf),
+    "z_loss": (0, math.inf),
+    "ema": (0, 1),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "optimizer": OPTIMIZERS,
+    "precision": PRECISIONS,
+    "compile": COMPILE,
+    "checkpointing": CHECKPOINTING,
+}
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}; got {name}={value}")
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {name}={value!r}")
+    if not (math.isfinite(value) and low <= value < high):
+        rule = f"in [{low:g}, {high:g})" if math.isfinite(high) else f"finite and >= {low:g}"
+        raise ValueError(f"{name} must be {rule}; got {name}={value}")
+
+
+_OPTIONAL = {field.name for field in fields(TrainConfig) if field.default is None}
+
+# Dotted overrides
+
+
+def parse_overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """Read `model.d_model=256` and `train.lr=1e-3` into nested tables of values.
+
+    A value is read as TOML (numbers, true, "text", [lists]); what is not TOML is plain text.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or len(parts) < 2 or not all(parts):
+            raise ValueError(f"an override is written section.key=value; got {text!r}")
+        if parts[0] not in ("model", "train", "data"):
+            raise ValueError(f"an override begins with model., train. or data.; got {text!r}")
+        parsed: Any
+        try:
+            parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value.strip()
+        table: dict[str, Any] = tables
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{text!r} goes into {part!r}, which another override has set")
+        table[parts[-1]] = parsed
+    return tables
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Lay one nested table over another; a table with another `type` replaces instead."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            other_kind = "type" in value and value["type"] != old.get("type")
+            out[key] = value if other_kind else merge(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def parse_count(text: str) -> int:
+    """Read a count as people write it: 10M, 1.5B, 300k, 5_000."""
+    units: dict[str, float] = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+    word = text.strip().lower().replace("_", "").replace(",", "")
+    factor = units.get(word[-1:], 1.0)
+    try:
+        value = float(word[:-1] if word[-1:] in units else word) * factor
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(f"expected a count such as 10M, 1.5B or 300k; got {text!r}")
+    return round(value)

@@ -1,0 +1,85 @@
+"""One step: gradients of the mean loss over all targets of a batch, clipped, one update.
+
+A batch too large for the machine is taken in micro-batches. The loss of the whole is
+
+    Σᵢ nᵢ·meanᵢ / Σᵢ nᵢ
+
+with nᵢ the targets that count in micro-batch i: what the big batch gives, however they fall. (An
+expert layer's load-balancing term is a statistic of the rows at hand: it alone depends on how they
+are cut.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scratchlm.data import Batch
+from scratchlm.errors import ScratchLMError
+from scratchlm.training.learner import Learner
+from scratchlm.training.optimizers import clip_grad_norm, global_norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured, before its update."""
+
+    loss: float
+    grad_norm: float
+
+
+def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResult:
+    """Make update number `step`; a loss or gradient that is not finite stops before it."""
+    loss = backward(learner, batch)
+    clip, parameters = learner.settings.clip, list(learner.parameters.values())
+    if clip:
+        norm = clip_grad_norm(parameters, clip)
+    else:
+        norm = global_norm([p.grad for p in parameters if p.grad is not None])
+    values = torch.stack((loss, norm.to(loss))).tolist()  # the step's one wait for the device
+    result = StepResult(*values)
+    for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value):
+            raise ScratchLMError(
+                f"step {step}: the {what} is {value}; stopped before the update "
+                "(a smaller train.lr or a longer train.warmup_steps often helps)"
+            )
+    learner.set_lr(lr)
+    for optimizer in learner.optimizers:
+        optimizer.step()
+    learner.update_average(step)
+    return result
+
+
+def backward(learner: Learner, batch: Batch) -> Tensor:
+    """Fill the gradients with those of the batch's mean loss; return that loss."""
+    for p in learner.parameters.values():
+        p.grad = None
+    settings, total = learner.settings, max(1, batch.num_targets())
+    shares = []
+    for part in micro_batches(batch, settings.micro_batch_size or settings.batch_size):
+        weight = part.num_targets() / total
+        part = part.to(learner.device, non_blocking=True)
+        with learner.autocast():
+            mean = learner.loss(
+                part.inputs,
+                part.targets,
+                document_ids=part.document_ids,
+                z_loss=settings.z_loss,
+            )
+        share = mean * weight
+        share.backward()
+        shares.append(share.detach())
+    return torch.stack(shares).sum()
+
+
+def micro_batches(batch: Batch, rows: int) -> Iterator[Batch]:
+    """Cut a batch into pieces of at most `rows` rows."""
+    for start in range(0, len(batch.inputs), rows):
+        piece = slice(start, start + rows)
+        documents = None if batch.document_ids is None else batch.document_ids[piece]
+        yield Batch(batch.inputs[piece], batch.targets[piece], documents)

@@ -1,0 +1,87 @@
+"""How fast a run is, beside how fast the machine could be.
+
+    MFU = FLOPs per token (convention `full`: 6·N_matmul + 12·L·H·d_head·S) · tokens/s / matmul rate
+
+The matmul rate is the machine's own, measured here on one large product at the run's precision,
+not a number from a data sheet.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scratchlm.accounting import training_flops_per_token
+from scratchlm.config import ModelConfig
+
+CONVENTION = "full"
+
+
+@dataclass
+class Throughput:
+    """Turns a step's seconds into tokens/s and MFU, over the last few steps."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    matmul_rate: float | None  # FLOP/s; None: not measured, no MFU
+    device: torch.device
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    def record(self, seconds: float, total_seconds: float) -> dict[str, Any]:
+        """Return the clock's part of a step's line."""
+        self.recent.append(seconds)
+        # The first steps of a life warm caches and compile: the median does not see them.
+        typical = sorted(self.recent)[len(self.recent) // 2]
+        rate = self.tokens_per_step / typical
+        clock: dict[str, Any] = {
+            "seconds": round(total_seconds, 4),
+            "tokens_per_second": round(rate, 1),
+            "memory_bytes": memory_bytes(self.device),
+        }
+        if self.matmul_rate:
+            mfu = rate * self.flops_per_token / self.matmul_rate
+            clock |= {"mfu": round(mfu, 4), "mfu_convention": CONVENTION}
+        return clock
+
+
+def make_throughput(
+    model: ModelConfig,
+    tokens_per_step: int,
+    device: torch.device,
+    precision: str,
+    measure: bool = True,
+) -> Throughput:
+    """Prepare to measure a run; `measure` times the machine's matmul rate first."""
+    flops = float(training_flops_per_token(model, model.context_length, CONVENTION))
+    rate = measure_matmul_rate(device, precision) if measure else None
+    return Throughput(tokens_per_step, flops, rate, device)
+
+
+def measure_matmul_rate(device: torch.device, precision: str, seconds: float = 0.2) -> float:
+    """Return the FLOP/s of a large product on this machine: the best of a few."""
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best, began = 0.0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        for _ in range(3):
+            torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 3 * 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the peak memory: of torch's allocator on a GPU, of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,201 @@
+"""One step: accumulation is the big batch, and what is not finite changes nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scratchlm import ModelConfig
+from scratchlm.config import MoE
+from scratchlm.data import IGNORE_INDEX, Batch
+from scratchlm.errors import ScratchLMError
+from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
+from training.tiny import MODEL, make_learner, state_of
+
+
+def make_batch(rows=6, seed=0, vocab_size=12, ignore=()):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (rows, MODEL.context_length + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    for row, start in ignore:
+        targets[row, start:] = IGNORE_INDEX
+    return Batch(ids[:, :-1], targets)
+
+
+def gradients(config, batch, micro, **more):
+    settings = TrainConfig(batch_size=len(batch.inputs), micro_batch_size=micro, **more)
+    model = build_model(config, 0, "cpu").double()
+    learner = Learner(model, settings)
+    loss = backward(learner, batch)
+    return loss, {name: p.grad for name, p in learner.parameters.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    micro=st.integers(1, 5),
+    cuts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=6),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+)
+def test_accumulation_equals_the_big_batch_however_the_targets_fall(micro, cuts, z_loss):
+    batch = make_batch(ignore=cuts)
+    loss, whole = gradients(MODEL, batch, 6, z_loss=z_loss)
+    loss_in_parts, in_parts = gradients(MODEL, batch, micro, z_loss=z_loss)
+    torch.testing.assert_close(loss_in_parts, loss, rtol=1e-12, atol=1e-14)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(in_parts[name], gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_a_mean_of_means_would_not_do():
+    """The claim above can fail: unweighted micro-batches give another gradient."""
+    batch = make_batch(ignore=[(0, 0), (1, 1)])
+    _, whole = gradients(MODEL, batch, 6)
+    parts = [Batch(batch.inputs[i : i + 2], batch.targets[i : i + 2]) for i in (0, 2, 4)]
+    means = [gradients(MODEL, part, 2)[1] for part in parts]
+    name = "lm_head.weight"
+    unweighted = sum(mean[name] for mean in means) / 3
+    assert (unweighted - whole[name]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["block", "attention", "ffn"])
+@pytest.mark.parametrize("ffn", [MODEL.ffn, MoE(4, 2)])
+def test_activation_checkpointing_changes_no_gradient_and_no_name(policy, ffn):
+    config = MODEL.replace(ffn=ffn, num_layers=2)
+    batch = make_batch()
+    loss, plain = gradients(config, batch, 3)
+    same_loss, same = gradients(config, batch, 3, checkpointing=policy)
+    assert torch.equal(loss, same_loss)
+    assert plain.keys() == same.keys()
+    for name in plain:
+        assert torch.equal(plain[name], same[name]), name
+
+
+def test_activation_checkpointing_keeps_less():
+    def kept(policy):
+        config = MODEL.replace(num_layers=4)
+        learner = Learner(build_model(config, 0, "cpu"), TrainConfig(checkpointing=policy))
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            batch = make_batch()
+            learner.loss(batch.inputs, batch.targets)
+        return sum(sizes)
+
+    assert kept("block") < kept("ffn") < kept("none")
+    assert kept("attention") < kept("none")
+
+
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_what_is_not_finite_stops_before_the_update_and_names_the_step(where):
+    learner = make_learner(TrainConfig(batch_size=6, ema=0.9))
+    take_step(learner, make_batch(), 1, 1e-3)
+    if where == "weight":
+        with torch.no_grad():
+            learner.model.lm_head.weight[0, 0] = torch.inf
+    else:
+        learner.model.ln_final.weight.register_hook(lambda grad: grad * torch.inf)
+    before = {name: tensor.clone() for name, tensor in state_of(learner).items()}
+    with pytest.raises(ScratchLMError, match=r"step 2: the (loss|gradient norm) is (nan|inf)"):
+        take_step(learner, make_batch(), 2, 1e-3)
+    for name, tensor in state_of(learner).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_mixed_precision_is_near_full_precision():
+    batch = make_batch()
+    losses = {}
+    for precision in ("fp32", "bf16-mixed"):
+        learner = make_learner(TrainConfig(batch_size=6, precision=precision))
+        for step in range(1, 11):
+            losses[precision] = take_step(learner, batch, step, 3e-3).loss
+        assert all(p.dtype == torch.float32 for p in learner.parameters.values())
+    assert losses["fp32"] != losses["bf16-mixed"]
+    assert losses["bf16-mixed"] == pytest.approx(losses["fp32"], rel=2e-2)
+
+
+def test_the_average_follows_its_formula():
+    learner = make_learner(TrainConfig(batch_size=6, ema=0.5))
+    average = {name: p.detach().clone() for name, p in learner.parameters.items()}
+    for step in range(1, 15):
+        take_step(learner, make_batch(seed=step), step, 1e-2)
+        decay = min(0.5, (1 + step) / (10 + step))
+        for name, p in learner.parameters.items():
+            average[name] = decay * average[name] + (1 - decay) * p.detach()
+    for name in average:
+        torch.testing.assert_close(learner.average[name], average[name])
+    raw = learner.model.lm_head.weight.detach().clone()
+    with learner.best_weights() as model:
+        assert torch.equal(model.lm_head.weight, learner.average["lm_head.weight"])
+        assert not torch.equal(model.lm_head.weight, raw)
+    assert torch.equal(learner.model.lm_head.weight, raw)
+
+
+def test_compiled_blocks_keep_the_names_of_the_state_dict():
+    learner = Learner(build_model(MODEL, 0, "cpu"), TrainConfig(compile="block"))
+    assert set(learner.model.state_dict()) == set(build_model(MODEL, 0, "cpu").state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["block", "model"])
+def test_a_compiled_model_trains_alike(how):
+    losses = {}
+    for choice in ("off", how):
+        learner = make_learner(TrainConfig(batch_size=6, compile=choice))
+        for step in range(1, 6):
+            losses[choice] = take_step(learner, make_batch(), step, 3e-3).loss
+    assert losses[how] == pytest.approx(losses["off"], rel=1e-4)
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    one = build_model(MODEL, 3, "cpu").state_dict()
+    torch.manual_seed(6)
+    same, other = (build_model(MODEL, seed, "cpu").state_dict() for seed in (3, 4))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
+# Evaluation
+
+
+def test_evaluation_is_the_mean_over_targets_and_bits_over_bytes():
+    model = build_model(MODEL, 0, "cpu")
+    batches = [make_batch(seed=1), make_batch(rows=3, seed=2, ignore=[(0, 2), (1, 0)])]
+    bytes_per_id = torch.arange(12)
+    found = evaluate(model, batches, bytes_per_id=bytes_per_id)
+    total = count = num_bytes = 0
+    for batch in batches:
+        logs = torch.log_softmax(model(batch.inputs).double(), dim=-1)
+        for row, target_row in zip(logs, batch.targets, strict=True):
+            for log, target in zip(row, target_row, strict=True):
+                if target != IGNORE_INDEX:
+                    total, count = total - log[target].item(), count + 1
+                    num_bytes += int(target)
+    assert found.targets == count
+    assert found.loss == pytest.approx(total / count, rel=1e-6)
+    assert found.perplexity == pytest.approx(2.718281828459045 ** (total / count), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(total / 0.6931471805599453 / num_bytes, rel=1e-6)
+    assert evaluate(model, batches, max_batches=1).targets == 48
+    assert evaluate(model, batches, should_stop=lambda: True) is None
+    assert evaluate(model, batches).bits_per_byte is None
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate(model, [])
+
+
+def test_a_uniform_byte_model_needs_eight_bits_per_byte():
+    config = ModelConfig(vocab_size=256, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    model = build_model(config, 0, "cpu")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    batch = make_batch(vocab_size=256)
+    found = evaluate(model, [batch], bytes_per_id=torch.ones(256, dtype=torch.int64))
+    assert found.bits_per_byte == pytest.approx(8.0)
+
+
+def test_settings_are_resolved_by_device():
+    assert TrainConfig().resolved("cuda").precision == "bf16-mixed"
+    settings = TrainConfig(steps=400, lr=1.0).resolved("cpu")
+    assert (settings.precision, settings.min_lr, settings.warmup_steps) == ("fp32", 0.1, 20)
+    assert settings == replace(settings).resolved("cpu")
