@@ -1,0 +1,42 @@
+"""Hugging Face checkpoints ↔ ours: which family, which names, which bytes; both directions.
+
+    read_hf(directory)       → `HFCheckpoint`: config and a stream of (our name, tensor)
+    write_hf(directory, …)   ← config and tensors under our names
+    from_hf_config, to_hf_config: config.json alone
+
+The names are looked up when first used: reading a config.json needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scratchlm.interop.hf_config import from_hf_config, to_hf_config
+    from scratchlm.interop.reading import HFCheckpoint, is_hf_directory, read_hf
+    from scratchlm.interop.writing import write_hf
+
+__all__ = [
+    "HFCheckpoint",
+    "from_hf_config",
+    "is_hf_directory",
+    "read_hf",
+    "to_hf_config",
+    "write_hf",
+]
+
+_HOMES = {
+    "HFCheckpoint": "reading",
+    "is_hf_directory": "reading",
+    "read_hf": "reading",
+    "write_hf": "writing",
+    "from_hf_config": "hf_config",
+    "to_hf_config": "hf_config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

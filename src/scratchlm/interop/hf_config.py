@@ -1,0 +1,293 @@
+"""config.json ↔ `ModelConfig`: which family a model is of, and what its words mean.
+
+A key that is not in config.json has the value transformers' class for the family gives it; sizes
+must be there. Every key is either read, known to leave the forward as it is, or refused: a word
+nobody knows may be a change of the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scratchlm.config import (
+    MLP,
+    Attention,
+    FeedForward,
+    LayerNorm,
+    Learned,
+    ModelConfig,
+    MoE,
+    RMSNorm,
+    SwiGLU,
+)
+from scratchlm.interop.hf_config_writing import to_hf_config
+from scratchlm.interop.hf_rope import read_rope
+from scratchlm.interop.keys import FAMILIES
+from scratchlm.interop.neutral import NEUTRAL_KEYS, NEUTRAL_PREFIXES
+from scratchlm.interop.untrusted import listed, shown
+
+__all__ = ["from_hf_config", "to_hf_config"]
+
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_ACTIVATIONS |= {"relu": "relu", "silu": "silu", "swish": "silu"}
+
+
+class _Reader:
+    """A config.json that remembers which of its keys were read."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.table = table
+        self.seen = {"model_type", "architectures"}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return self.table.get(key, default)
+
+    def need(self, key: str) -> Any:
+        """Return a value that must be there."""
+        value = self.get(key)
+        if value is None:
+            raise ValueError(f"{key} is missing")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise TypeError(f"{key} must be true or false; got {shown(value)}")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuse any value but these; a key that is not there has the first of them."""
+        value = self.get(key, allowed[0])
+        if not any(value == choice and type(value) is type(choice) for choice in allowed):
+            words = " or ".join(map(str, allowed))
+            raise ValueError(f"{key} must be {words}, the only case there is; got {shown(value)}")
+
+    def finish(self) -> None:
+        """Refuse what was neither read nor known to be without effect on the forward."""
+        unknown = [
+            key
+            for key, value in self.table.items()
+            if value is not None
+            and key not in self.seen
+            and key not in NEUTRAL_KEYS
+            and not key.startswith(NEUTRAL_PREFIXES)
+        ]
+        if unknown:
+            raise ValueError(f"keys that may change the model and are not known: {listed(unknown)}")
+
+
+def from_hf_config(table: Any) -> ModelConfig:
+    """Read a config.json; what it says that we cannot do is refused by name."""
+    if not isinstance(table, Mapping):
+        raise TypeError(f"config.json must be a table; got {type(table).__name__}")
+    model_type, architectures = table.get("model_type"), table.get("architectures")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type must be one of {', '.join(FAMILIES)}; got {shown(model_type)}"
+        )
+    family = FAMILIES[model_type]
+    if architectures is not None and architectures != [family.architecture]:
+        raise ValueError(
+            f"architectures must be [{family.architecture!r}] for model_type {model_type}; "
+            f"got {shown(architectures)}"
+        )
+    said = _Reader(table)
+    said.only("quantization_config", None)
+    said.only("auto_map", None)  # code of its own
+    said.only("is_encoder_decoder", False)
+    said.only("add_cross_attention", False)
+    for pruned in ("pruned_heads", "sub_configs"):
+        if said.get(pruned):
+            raise ValueError(f"{pruned} must be empty; got {shown(said.get(pruned))}")
+    config = _READERS[model_type](said)
+    said.finish()
+    return config
+
+
+# Reading
+
+
+def _read_llama_like(
+    said: _Reader,
+    *,
+    attention: Attention,
+    ffn: FeedForward | None = None,
+    d_ff_key: str = "intermediate_size",
+    default_eps: float | None = 1e-6,
+    default_theta: float = 10_000.0,
+    default_d_head: int | None = None,
+    needs_kv_heads: bool = True,
+) -> ModelConfig:
+    """Read what Llama and those after it have in common; `default_eps` None: OLMo's LayerNorm.
+
+    The classes' own defaults for sizes each fit one model only, so sizes must be said.
+    """
+    said.only("hidden_act", "silu", "swish")
+    context_length = said.need("max_position_embeddings")
+    rotary = read_rope(said.table, context_length, default_theta)
+    said.seen |= {"rope_theta", "rope_scaling", "rope_parameters"}
+    said.only("partial_rotary_factor", 1.0, 1, None)
+    d_ff = said.need(d_ff_key)
+    said.get("intermediate_size")  # a mixture of experts says it too, and has no use for it
+    kv_heads = said.get("num_key_value_heads")  # null: as many as query heads
+    if kv_heads is None and needs_kv_heads and "num_key_value_heads" not in said.table:
+        raise ValueError("num_key_value_heads is missing")
+    eps = 1e-5 if default_eps is None else said.get("rms_norm_eps", default_eps)
+    return ModelConfig(
+        vocab_size=said.need("vocab_size"),
+        context_length=context_length,
+        d_model=said.need("hidden_size"),
+        num_layers=said.need("num_hidden_layers"),
+        num_heads=said.need("num_attention_heads"),
+        num_kv_heads=kv_heads,
+        d_head=said.get("head_dim", default_d_head),
+        d_ff=d_ff,
+        positions=rotary,
+        ffn=ffn or SwiGLU(),
+        norm=LayerNorm(eps, bias=False) if default_eps is None else RMSNorm(eps),
+        attention=attention,
+        tie_embeddings=said.flag("tie_word_embeddings", False),
+    )
+
+
+def _read_llama(said: _Reader) -> ModelConfig:
+    said.only("sliding_window", None)
+    said.only("rope_interleaved", False, None)
+    _refuse_layer_types(said, "full_attention")
+    return _read_llama_like(
+        said,
+        attention=Attention(bias=_bias(said)),
+        ffn=SwiGLU(bias=said.flag("mlp_bias", False)),
+        needs_kv_heads=False,
+    )
+
+
+def _read_olmo(said: _Reader) -> ModelConfig:
+    said.only("clip_qkv", None)
+    return _read_llama_like(
+        said, attention=Attention(bias=_bias(said)), default_eps=None, needs_kv_heads=False
+    )
+
+
+def _read_mistral(said: _Reader) -> ModelConfig:
+    window = said.get("sliding_window", 4096)
+    _refuse_layer_types(said, "full_attention" if window is None else "sliding_attention")
+    return _read_llama_like(said, attention=Attention(sliding_window=window))
+
+
+def _read_mixtral(said: _Reader) -> ModelConfig:
+    window = said.get("sliding_window")
+    return _read_llama_like(
+        said,
+        attention=Attention(sliding_window=window),
+        ffn=_experts(said, renormalize=True),
+        default_eps=1e-5,
+        default_theta=1_000_000.0,
+    )
+
+
+def _read_qwen2(said: _Reader) -> ModelConfig:
+    return _read_llama_like(said, attention=Attention(bias="qkv", sliding_window=_window(said)))
+
+
+def _read_qwen3(said: _Reader) -> ModelConfig:
+    attention = Attention(qk_norm=True, bias=_bias(said), sliding_window=_window(said))
+    return _read_llama_like(said, attention=attention, default_d_head=128)
+
+
+def _read_qwen3_moe(said: _Reader) -> ModelConfig:
+    said.only("decoder_sparse_step", 1)
+    said.only("mlp_only_layers", [], None)
+    attention = Attention(qk_norm=True, bias=_bias(said), sliding_window=_window(said))
+    return _read_llama_like(
+        said,
+        attention=attention,
+        ffn=_experts(said, renormalize=said.flag("norm_topk_prob", False)),
+        d_ff_key="moe_intermediate_size",
+    )
+
+
+def _read_gpt2(said: _Reader) -> ModelConfig:
+    said.only("scale_attn_weights", True)
+    said.only("scale_attn_by_inverse_layer_idx", False)
+    said.only("reorder_and_upcast_attn", False)
+    word = said.get("activation_function", "gelu_new")
+    if not isinstance(word, str) or word not in _ACTIVATIONS:
+        words = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"activation_function must be one of {words}; got {shown(word)}")
+    d_model, context_length = said.need("n_embd"), said.need("n_positions")
+    said.only("n_ctx", context_length, None)
+    d_ff = said.get("n_inner")
+    return ModelConfig(
+        vocab_size=said.need("vocab_size"),
+        context_length=context_length,
+        d_model=d_model,
+        num_layers=said.need("n_layer"),
+        num_heads=said.need("n_head"),
+        d_ff=4 * d_model if d_ff is None and isinstance(d_model, int) else d_ff,
+        positions=Learned(),
+        ffn=MLP(_ACTIVATIONS[word], bias=True),  # type: ignore[arg-type]
+        norm=LayerNorm(said.get("layer_norm_epsilon", 1e-5)),
+        attention=Attention(bias="all"),
+        tie_embeddings=said.flag("tie_word_embeddings", True),
+    )
+
+
+_READERS: dict[str, Callable[[_Reader], ModelConfig]] = {
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+    "mixtral": _read_mixtral,
+    "qwen2": _read_qwen2,
+    "qwen3": _read_qwen3,
+    "qwen3_moe": _read_qwen3_moe,
+    "olmo": _read_olmo,
+    "gpt2": _read_gpt2,
+}
+
+
+def _bias(said: _Reader) -> Any:
+    return "all" if said.flag("attention_bias", False) else "none"
+
+
+def _experts(said: _Reader, renormalize: bool) -> MoE:
+    counts = [said.get(key) for key in ("num_experts", "num_local_experts")]
+    told = [count for count in counts if count is not None]
+    if not told or any(count != told[0] for count in told):
+        raise ValueError(f"num_experts (or num_local_experts) must be one number; got {counts}")
+    weight = said.get("router_aux_loss_coef", 0.001)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"router_aux_loss_coef must be a number; got {shown(weight)}")
+    return MoE(told[0], said.need("num_experts_per_tok"), renormalize, weight)
+
+
+def _refuse_layer_types(said: _Reader, kind: str) -> None:
+    kinds = said.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(k != kind for k in kinds)):
+        raise ValueError(f"layer_types must all be {kind}; got {shown(kinds)}")
+
+
+def _window(said: _Reader) -> int | None:
+    """Read Qwen's sliding window, which its layers share or do not have."""
+    used, window = said.flag("use_sliding_window", False), said.get("sliding_window")
+    first, kinds = said.get("max_window_layers", 28), said.get("layer_types")
+    layers = said.get("num_hidden_layers")
+    if not used or window is None:
+        _refuse_layer_types(said, "full_attention")
+        return None
+    if kinds is None:
+        if not (type(first) is int and type(layers) is int):
+            raise TypeError(f"max_window_layers must be a whole number; got {shown(first)}")
+        if first >= layers:
+            return None
+        if first > 0:
+            raise ValueError(
+                "all layers must have the same attention window; "
+                f"got max_window_layers={first} of {layers}"
+            )
+        return window
+    if kinds == ["full_attention"] * len(kinds):
+        return None
+    _refuse_layer_types(said, "sliding_attention")
+    return window

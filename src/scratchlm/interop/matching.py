@@ -1,0 +1,142 @@
+"""Fit a directory's tensors to a family's table: every tensor accounted for, or all refused.
+
+Decided on headers and config alone, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from scratchlm.config import ModelConfig, MoE
+from scratchlm.errors import ScratchLMError
+from scratchlm.interop.keys import Family, Table
+from scratchlm.interop.links import Link, one_per_expert
+from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
+from scratchlm.interop.shapes import Shape, parameter_shapes
+from scratchlm.interop.untrusted import listed, shown
+
+_LAYER = re.compile(r"(?<![^.])(layers|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Our tensors, in order: the shape of each, and the links that fill it (none: it is ones)."""
+
+    shapes: dict[str, Shape]
+    links: dict[str, tuple[Link, ...]]
+
+
+def plan_for(config: ModelConfig, table: Table) -> Plan:
+    """Lay out our tensors over a table's names."""
+    rows = {key.ours: key for key in table}
+    shapes: dict[str, Shape] = {}
+    links: dict[str, tuple[Link, ...]] = {}
+    for name, shape in parameter_shapes(config):
+        pattern, layer = _pattern(name)
+        if pattern not in rows:
+            raise ScratchLMError(f"the family has no tensor for {shown(name)}")
+        key = rows[pattern]
+        shapes[name] = shape
+        links[name] = tuple(key.how(name, key.theirs.replace("{i}", layer), shape))
+    return Plan(shapes, links)
+
+
+def _pattern(name: str) -> tuple[str, str]:
+    """Turn layers.3.… into layers.{i}.… and 3."""
+    match = _LAYER.search(name)
+    if match is None:
+        return name, ""
+    return f"{name[: match.start(2)]}{{i}}{name[match.end(2) :]}", match[2]
+
+
+def num_tensors(config: ModelConfig, table: Table) -> int:
+    """Bound from above how many tensors a table lists for a config, without listing them."""
+    experts = config.ffn.num_experts if isinstance(config.ffn, MoE) else 1
+    per_layer = sum(
+        experts if key.how is one_per_expert else 1 for key in table if "{i}" in key.ours
+    )
+    return len(table) + config.num_layers * per_layer
+
+
+def match(config: ModelConfig, family: Family, stored: Mapping[str, Stored], where: object) -> Plan:
+    """Return the plan that accounts for every stored tensor; else name what does not fit."""
+    names = {name for name in stored if not _is_recomputed(name, family)}
+    if config.tie_embeddings:
+        names.discard(family.head)  # compared with the table it is tied to when it is read
+    best: tuple[int, str] | None = None
+    for table in family.tables:
+        # Twelve tensors of a layer are optional in the longest table, and no more.
+        if config.num_layers > len(names) or _too_many(config, table, len(names)):
+            continue
+        plan = plan_for(config, table)
+        wanted = {link.theirs: link.their_shape for links in plan.links.values() for link in links}
+        missing, unexpected = wanted.keys() - names, names - wanted.keys()
+        if not missing and not unexpected:
+            _check_stored(wanted, stored, where)
+            return plan
+        problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
+        if best is None or len(missing) + len(unexpected) < best[0]:
+            best = len(missing) + len(unexpected), problem
+    if best is None:
+        raise ScratchLMError(
+            f"{where}: the config describes {config.num_layers} layers; "
+            f"the files hold {len(names)} tensors in all, too few for them"
+        )
+    raise ScratchLMError(f"{where}: the tensors are not those of the config: {best[1]}")
+
+
+def _too_many(config: ModelConfig, table: Table, present: int) -> bool:
+    """Whether a table asks for far more tensors than there are: listing them would be work lost."""
+    return num_tensors(config, table) > 16 * (present + len(table))
+
+
+def _in_order(order: Iterable[str], chosen: set[str]) -> list[str]:
+    return [name for name in order if name in chosen]
+
+
+def _problem(missing: list[str], unexpected: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"missing {listed(missing)}")
+    if unexpected:
+        parts.append(f"unexpected {listed(unexpected)}")
+    return "; ".join(parts)
+
+
+def _is_recomputed(name: str, family: Family) -> bool:
+    return bool(family.recomputed) and _pattern(name)[0] in family.recomputed
+
+
+def _check_stored(wanted: Mapping[str, Shape], stored: Mapping[str, Stored], where: object) -> None:
+    """Refuse tensors of another shape, or of a dtype that is not a weight's."""
+    misshapen = [
+        f"{name} must be {list(shape)}, got {list(stored[name].shape)}"
+        for name, shape in wanted.items()
+        if stored[name].shape != shape
+    ]
+    if misshapen:
+        raise ScratchLMError(f"{where}: misshapen: {_first(misshapen)}")
+    odd = [
+        f"{name} is {stored[name].dtype}"
+        for name in wanted
+        if stored[name].dtype not in WEIGHT_DTYPES
+    ]
+    if odd:
+        words = ", ".join(WEIGHT_DTYPES)
+        raise ScratchLMError(f"{where}: weights must be {words} (not quantized): {_first(odd)}")
+
+
+def _first(problems: list[str], limit: int = 4) -> str:
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
+
+
+def links_by_their_name(plan: Plan) -> Iterator[tuple[str, list[Link]]]:
+    """Yield each of their tensors with the links that make it up: the plan read backwards."""
+    groups: dict[str, list[Link]] = {}
+    for links in plan.links.values():
+        for link in links:
+            groups.setdefault(link.theirs, []).append(link)
+    yield from groups.items()

@@ -1,0 +1,95 @@
+"""Reading small files that came from elsewhere: bounded, plain, and refused in one line.
+
+A directory of weights is somebody else's data. A file is opened only by a plain name inside the
+directory, only when it is a regular file, and JSON is read strictly: a size limit, no key twice,
+no NaN, no nesting that exhausts the stack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scratchlm.errors import ScratchLMError
+
+# What a name may grow to in a message: the tail of a hostile name is of no use to anyone.
+_NAME_SHOWN = 80
+
+
+def shown(name: object) -> str:
+    """Write a name from a file so that it fits on one line of any terminal."""
+    text = ascii(name) if isinstance(name, str) else ascii(str(name))
+    return text if len(text) <= _NAME_SHOWN else f"{text[: _NAME_SHOWN - 2]}…'"
+
+
+def listed(names: Iterable[object], limit: int = 6) -> str:
+    """List the first names, and say how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(shown(name) for name in every[:limit]) + more
+
+
+def inner_file(directory: Path, name: object) -> Path:
+    """Return the regular file of this plain name in the directory.
+
+    A link may lead only to a place inside the directory, or to where the Hugging Face cache keeps
+    the contents its snapshots link to (`../../blobs`): a link elsewhere in a downloaded directory
+    would make us read, and with the tokenizer copy, a file of the user's.
+    """
+    if not isinstance(name, str) or not 1 <= len(name) <= 255:
+        raise ScratchLMError(f"{directory}: a file name was expected; got {shown(name)}")
+    if name in (".", "..") or any(character in name for character in "/\\\0:"):
+        raise ScratchLMError(f"{directory}: {shown(name)} is not a plain file name")
+    path = directory / name
+    try:
+        real, home = path.resolve(strict=True), directory.resolve()
+    except (FileNotFoundError, UnicodeEncodeError):
+        raise ScratchLMError(f"{directory}: no file {shown(name)}") from None
+    except (OSError, RuntimeError):  # a loop of links
+        raise ScratchLMError(f"{directory}: {shown(name)} cannot be opened") from None
+    blobs = home.parent.parent / "blobs"
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise ScratchLMError(f"{directory}: {shown(name)} is a link that leaves the directory")
+    if not real.is_file():
+        raise ScratchLMError(f"{directory}: {shown(name)} is not a regular file")
+    return path
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `max_bytes`."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ScratchLMError(f"{path}: must not exceed {max_bytes:,} bytes; got {size:,}")
+    with path.open("rb") as file:
+        return parse_json(file.read(max_bytes), str(path))
+
+
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object; a key that stands twice, NaN and Infinity are refused."""
+    try:
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise ScratchLMError(f"{what}: not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ScratchLMError(f"{what}: not valid JSON: {ascii(reason)[1:-1]}") from None
+    if not isinstance(value, dict):
+        raise ScratchLMError(f"{what}: a JSON object was expected; got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {shown(counts.most_common(1)[0][0])} stands twice")
+    return table
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a JSON value")

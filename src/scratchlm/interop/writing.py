@@ -1,0 +1,272 @@
+"""Our tensors as a Hugging Face directory: config.json, safetensors (sharded if large), tokenizer.
+
+Written beside its place, flushed, and renamed: the directory is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scratchlm.config import ModelConfig, Rotary
+from scratchlm.errors import ScratchLMError
+from scratchlm.interop.hf_config import to_hf_config
+from scratchlm.interop.keys import FAMILIES
+from scratchlm.interop.links import Link
+from scratchlm.interop.matching import Plan, links_by_their_name, plan_for
+from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER
+from scratchlm.interop.safetensors_file import DTYPE_WORDS
+from scratchlm.interop.streaming import is_finite
+from scratchlm.interop.tokens import end_tokens, tokenizer_config
+from scratchlm.interop.untrusted import listed
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class _Out:
+    """One tensor to be written: its name, what makes it up, its shape and dtype."""
+
+    name: str
+    links: list[Link]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_hf(
+    directory: str | os.PathLike[str],
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer_file: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a model where transformers finds it; in `dtype`, or in the dtype each tensor has.
+
+    A model that no family of Hugging Face's can say is refused, and so is a directory that is
+    already there.
+    """
+    directory = Path(directory)
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
+    if dtype is not None and dtype not in DTYPE_WORDS:
+        raise ValueError(f"weights cannot be written as {dtype}")
+    table = to_hf_config(config)
+    plan = plan_for(config, FAMILIES[table["model_type"]].tables[0])
+    _check_tensors(plan, tensors)
+    outs = _layout(plan, tensors, dtype)
+    end = end_tokens(tokenizer_file, eos_token_ids)
+    table |= _common_words(outs, end.ids)
+    files: dict[str, dict[str, Any]] = {CONFIG: table, GENERATION: _generation(end.ids)}
+    if tokenizer_file is not None and end.is_hugging_face:
+        files[TOKENIZER_CONFIG] = tokenizer_config(end, config.context_length)
+    source = Path(tokenizer_file) if tokenizer_file is not None else None
+    with _whole_or_not(directory) as beside:
+        _write_weights(beside, outs, tensors, config, max_shard_bytes)
+        for name, content in files.items():
+            _write_json(beside / name, content)
+        if source is not None:
+            _write(beside / TOKENIZER, [source.read_bytes()])
+    return directory
+
+
+def _check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    missing, unexpected = plan.shapes.keys() - tensors.keys(), tensors.keys() - plan.shapes.keys()
+    if missing or unexpected:
+        raise ValueError(
+            "the tensors must be those of the config: "
+            f"missing {listed(sorted(missing))}; unexpected {listed(sorted(unexpected))}"
+        )
+    for name, shape in plan.shapes.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}; got {list(tensors[name].shape)}")
+        if not plan.links[name] and not bool((tensors[name] == 1).all()):
+            raise ScratchLMError(
+                f"no Hugging Face family can say this model: OLMo's norms have no weights, "
+                f"and {name} is not all ones"
+            )
+
+
+def _layout(plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Out]:
+    """Decide what is written, widest items first, so that every tensor starts aligned."""
+    outs = []
+    for name, links in links_by_their_name(plan):
+        own = {tensors[link.ours].dtype for link in links}
+        chosen = dtype or max(own, key=lambda one: one.itemsize)
+        if chosen not in DTYPE_WORDS:
+            raise ValueError(f"{links[0].ours} cannot be written as {chosen}")
+        outs.append(_Out(name, links, links[0].their_shape, chosen))
+    return sorted(outs, key=lambda out: -out.dtype.itemsize)
+
+
+def _common_words(outs: list[_Out], eos: tuple[int, ...]) -> dict[str, Any]:
+    """Write what every family's config.json says. A null is said: the classes have defaults."""
+    word = str(max((out for out in outs), key=lambda out: out.nbytes).dtype).removeprefix("torch.")
+    return {
+        "dtype": word,
+        "bos_token_id": None,
+        "eos_token_id": _one_or_list(eos),
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+
+
+def _generation(eos: tuple[int, ...]) -> dict[str, Any]:
+    return {"eos_token_id": _one_or_list(eos), "do_sample": False}
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+# Tensors
+
+
+def _value(out: _Out, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
+    """Make up one of their tensors from ours."""
+    if len(out.links) == 1 and not out.links[0].turned:
+        value = _our_part(out.links[0], tensors, config).to("cpu", out.dtype).contiguous()
+    else:
+        value = torch.empty(out.shape, dtype=out.dtype)
+        for link in out.links:
+            part = _our_part(link, tensors, config)
+            box = tuple(slice(*bounds) for bounds in link.box)
+            value[box].copy_(part.T if link.turned else part)
+    if not is_finite(value):
+        ours = ", ".join(dict.fromkeys(link.ours for link in out.links))
+        raise ScratchLMError(f"{ours} holds NaN or infinite values as {out.dtype}; not written")
+    return value
+
+
+def _our_part(link: Link, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
+    value = tensors[link.ours].detach()
+    if isinstance(config.positions, Rotary) and config.positions.layout == "interleaved":
+        module = link.ours.split(".")[-2]
+        if module in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            value = half_layout(value, config.d_head)
+    return value if link.at is None else value[link.at]
+
+
+def half_layout(rows: Tensor, d_head: int) -> Tensor:
+    """Reorder channels from pairs (0,1), (2,3), … to pairs (i, i + d/2), head by head.
+
+    Queries, keys, their biases and the weights of their norms turn together; their products, and
+    so the model, stay the same.
+    """
+    pairs = rows.unflatten(0, (-1, d_head // 2, 2))  # (heads, pair, two, …)
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _write_weights(
+    directory: Path,
+    outs: list[_Out],
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    max_shard_bytes: int,
+) -> None:
+    shards = list(_shards(outs, max_shard_bytes))
+    if len(shards) == 1:
+        _write(directory / SINGLE, _file_bytes(outs, tensors, config))
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write(directory / name, _file_bytes(shard, tensors, config))
+        weight_map |= {out.name: name for out in shard}
+    total = sum(out.nbytes for out in outs)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(directory / INDEX, index)
+
+
+def _shards(outs: list[_Out], max_bytes: int) -> Iterator[list[_Out]]:
+    """Fill one shard after the other; a tensor larger than a shard has one to itself."""
+    shard: list[_Out] = []
+    for out in outs:
+        if shard and sum(one.nbytes for one in shard) + out.nbytes > max_bytes:
+            yield shard
+            shard = []
+        shard.append(out)
+    yield shard
+
+
+def _file_bytes(
+    outs: list[_Out], tensors: Mapping[str, Tensor], config: ModelConfig
+) -> Iterator[bytes | memoryview]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for out in outs:
+        header[out.name] = {
+            "dtype": DTYPE_WORDS[out.dtype],
+            "shape": list(out.shape),
+            "data_offsets": [at, at + out.nbytes],
+        }
+        at += out.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for out in outs:
+        yield _value(out, tensors, config).view(-1).view(torch.uint8).numpy().data
+
+
+# Files
+
+
+class _whole_or_not:
+    """A directory to fill beside its place, renamed into it on success and removed otherwise."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.beside = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
+
+    def __enter__(self) -> Path:
+        if self.directory.exists() and (
+            not self.directory.is_dir() or any(self.directory.iterdir())
+        ):
+            raise ScratchLMError(f"{self.directory} exists already and is not overwritten")
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.beside, ignore_errors=True)
+        self.beside.mkdir()
+        return self.beside
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.beside, ignore_errors=True)
+            return
+        _sync(self.beside)
+        self.beside.rename(self.directory)
+        _sync(self.directory.parent)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    _write(path, [(json.dumps(content, indent=2) + "\n").encode()])
+
+
+def _write(path: Path, pieces: Any) -> None:
+    with path.open("xb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
