@@ -1,11 +1,13 @@
 """What a Transformer costs before it is run: parameters, FLOPs, memory, time, money.
 
 Arithmetic on a `ModelConfig`: nothing is allocated and nothing outside the standard library is
-needed. Every number is a line of a tree with its formula; `verify` (which needs torch) compares
-them with the real model.
+needed. Every number is a line of a tree with its formula; `scratchlm.accounting.verify` (which
+needs torch) compares them with the real model.
 """
 
+from scratchlm.accounting.account import Account, account
 from scratchlm.accounting.expr import Expr, Sym
+from scratchlm.accounting.fits import Fits, fits, peak_bytes
 from scratchlm.accounting.flops import (
     CHECKPOINTING,
     CONVENTIONS,
@@ -14,19 +16,21 @@ from scratchlm.accounting.flops import (
     training_flops_per_token,
 )
 from scratchlm.accounting.items import Item, Node, evaluate
+from scratchlm.accounting.machines import MACHINES, PRICES_AS_OF, Machine, machine
+from scratchlm.accounting.memory import Memory, memory, memory_bindings
+from scratchlm.accounting.money import Mfu, Training, mfu, suggested_tokens, training_run
 from scratchlm.accounting.parameters import Parameters, count_parameters, parameter_tree
+from scratchlm.accounting.roofline import Roofline, roofline
+from scratchlm.accounting.scaling import Summary, component_shares, parse_sweep, summarize, sweep
 from scratchlm.accounting.setup import OPTIMIZERS, PARALLEL, PRECISIONS, Setup, bindings
 from scratchlm.accounting.symbols import SYMBOLS
 from scratchlm.accounting.work import PHASES
 
 __all__ = [
-    "Expr",
-    "Sym",
-    "SYMBOLS",
-    "Node",
-    "Item",
-    "evaluate",
+    "account",
+    "Account",
     "Setup",
+    "Execution",
     "bindings",
     "PHASES",
     "CONVENTIONS",
@@ -34,10 +38,37 @@ __all__ = [
     "PRECISIONS",
     "OPTIMIZERS",
     "PARALLEL",
-    "Execution",
+    "Expr",
+    "Sym",
+    "SYMBOLS",
+    "Node",
+    "Item",
+    "evaluate",
     "Parameters",
     "count_parameters",
     "parameter_tree",
     "flops_tree",
     "training_flops_per_token",
+    "Memory",
+    "memory",
+    "memory_bindings",
+    "peak_bytes",
+    "Machine",
+    "MACHINES",
+    "PRICES_AS_OF",
+    "machine",
+    "Roofline",
+    "roofline",
+    "Mfu",
+    "mfu",
+    "Training",
+    "training_run",
+    "suggested_tokens",
+    "Fits",
+    "fits",
+    "Summary",
+    "summarize",
+    "sweep",
+    "parse_sweep",
+    "component_shares",
 ]

@@ -11,12 +11,13 @@ from scratchlm.accounting.symbols import model_symbols
 from scratchlm.accounting.work import PHASES, document_pairs
 from scratchlm.config import ModelConfig
 
-# name -> bytes per: weight, gradient, activation, residual stream, cast copy of a weight, KV number
+# name -> bytes per number of each kind, as SYMBOLS says
 PRECISIONS: dict[str, dict[str, int]] = {
-    "fp32": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 4, "b_r": 4, "b_c": 0, "b_kv": 4},
+    "fp32": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 4, "b_r": 4, "b_c": 0, "b_s": 4, "b_kv": 4},
     # torch.autocast over float32 weights: matmuls and what is between them in bfloat16
-    "bf16-mixed": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 2, "b_r": 4, "b_c": 2, "b_kv": 2},
-    "bf16": {"b_w": 2, "b_g": 2, "b_m": 2, "b_a": 2, "b_r": 2, "b_c": 0, "b_kv": 2},
+    "bf16-mixed": {"b_w": 4, "b_g": 4, "b_m": 4, "b_a": 2, "b_r": 4, "b_c": 2, "b_s": 2, "b_kv": 2},
+    # unfused attention widens to float32 itself
+    "bf16": {"b_w": 2, "b_g": 2, "b_m": 2, "b_a": 2, "b_r": 2, "b_c": 0, "b_s": 4, "b_kv": 2},
 }
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
 PARALLEL = ("none", "ddp", "fsdp", "tp")

@@ -19,6 +19,9 @@ SYMBOLS = {
     "k": "experts_per_token (0: no mixture)",
     "W": "sliding_window: tokens a query sees, itself included",
     "N": "active parameters: what one token uses, embeddings and all, tied weights once",
+    "N_all": "all parameters, tied weights once",
+    "N_layer": "parameters of one layer",
+    "N_matrices": "parameters of one layer's matrices: no norms, no biases",
     # the work
     "B": "sequences in a batch (on one GPU)",
     "S": "tokens in a sequence",
@@ -35,6 +38,7 @@ SYMBOLS = {
     "b_a": "bytes per activation inside a block (what the matmuls compute in)",
     "b_r": "bytes per number of the residual stream",
     "b_c": "bytes per weight of the copy cast for the matmuls (0: none is made)",
+    "b_s": "bytes per number in unfused attention's products",
     "b_kv": "bytes per number in the KV cache",
     # the machines
     "R": "GPUs the state is split over",
@@ -50,9 +54,9 @@ V, N_ctx, d, L = Sym("V"), Sym("N_ctx"), Sym("d"), Sym("L")
 H, H_kv, d_h, d_ff = Sym("H"), Sym("H_kv"), Sym("d_h"), Sym("d_ff")
 E, k, W, N = Sym("E"), Sym("k"), Sym("W"), Sym("N")
 B, S, A, C, P, T = Sym("B"), Sym("S"), Sym("A"), Sym("C"), Sym("P"), Sym("T")
-M = Sym("M")
+M, N_all, N_layer, N_matrices = Sym("M"), Sym("N_all"), Sym("N_layer"), Sym("N_matrices")
 b_w, b_g, b_m, b_a = Sym("b_w"), Sym("b_g"), Sym("b_m"), Sym("b_a")
-b_r, b_c, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_kv")
+b_r, b_c, b_s, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_s"), Sym("b_kv")
 R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")
 u, G, D = Sym("u"), Sym("G"), Sym("D")
 

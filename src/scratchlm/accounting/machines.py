@@ -1,0 +1,101 @@
+"""Machines by name: arithmetic, memory, bandwidth, and roughly what an hour of one costs.
+
+FLOP/s are the makers' dense figures (no sparsity), products accumulated in float32; memory is what
+is on the card. Prices are rounded on-demand figures for one GPU in mid-2025, a rough guide: give
+your own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+PRICES_AS_OF = "mid-2025"
+GB, GIB, T = 10**9, 2**30, 10**12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU, or one measured machine."""
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes/s
+    bf16: float | None  # FLOP/s; None: the machine has no such unit
+    fp16: float | None
+    fp32: float  # without tensor cores
+    tf32: float | None = None
+    fp8: float | None = None
+    price: float | None = None  # US dollars an hour
+    measured: bool = False
+
+    def peak(self, precision: str) -> float:
+        """Return the FLOP/s of matmuls in a precision; float32 means float32, not TF32."""
+        if precision == "fp32":
+            return self.fp32
+        rate = self.fp16 if self.bf16 is None else self.bf16
+        return self.fp32 if rate is None else rate
+
+    def peak_name(self, precision: str) -> str:
+        """Name that figure: it stands beside every MFU."""
+        if precision == "fp32":
+            unit = "fp32"
+        else:
+            unit = "bf16" if self.bf16 is not None else "fp16" if self.fp16 is not None else "fp32"
+        how = "measured" if self.measured else "dense peak"
+        return f"{self.name} {unit} {how}, {self.peak(precision) / T:,.4g} TFLOP/s"
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    gb_per_s: float,
+    bf16: float | None,
+    fp32: float,
+    tf32: float | None = None,
+    fp8: float | None = None,
+    fp16: float | None = None,
+    price: float | None = None,
+) -> Machine:
+    def rate(tflops: float | None) -> float | None:
+        return None if tflops is None else tflops * T
+
+    half = rate(fp16) if fp16 is not None else rate(bf16)
+    memory, bandwidth = int(gib * GIB), gb_per_s * GB
+    return Machine(
+        name, memory, bandwidth, rate(bf16), half, fp32 * T, rate(tf32), rate(fp8), price
+    )
+
+
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        #    name         GiB    GB/s   bf16    fp32   tf32   fp8
+        _gpu("t4", 16, 320, None, 8.1, fp16=65, price=0.35),
+        _gpu("v100-16", 16, 900, None, 15.7, fp16=125, price=0.60),
+        _gpu("v100-32", 32, 900, None, 15.7, fp16=125, price=0.80),
+        _gpu("a10g", 24, 600, 70, 31.5, 35, price=1.00),
+        _gpu("l4", 24, 300, 121, 30.3, 60, 242, price=0.70),
+        _gpu("l40s", 48, 864, 362, 91.6, 183, 733, price=1.00),
+        _gpu("a100-40", 40, 1_555, 312, 19.5, 156, price=1.30),
+        _gpu("a100-80", 80, 2_039, 312, 19.5, 156, price=1.80),
+        _gpu("h100-pcie", 80, 2_000, 756, 51.2, 378, 1_513, price=2.40),
+        _gpu("h100-sxm", 80, 3_350, 989, 66.9, 495, 1_979, price=3.00),
+        _gpu("h200", 141, 4_800, 989, 66.9, 495, 1_979, price=3.80),
+        _gpu("b200", 180, 8_000, 2_250, 75, 1_125, 4_500, price=5.00),
+        _gpu("rtx3090", 24, 936, 71, 35.6, 35.6, price=0.25),
+        _gpu("rtx4090", 24, 1_008, 165, 82.6, 82.6, 330, price=0.40),
+        _gpu("rtx5090", 32, 1_792, 209.5, 104.8, 104.8, 419, price=0.70),
+        _gpu("mi300x", 192, 5_300, 1_307, 163.4, 654, 2_615, price=2.50),
+    )
+}
+
+
+def machine(name: str) -> Machine:
+    """Return a machine by name; an unknown name is answered with the nearest known one."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    key = {"a100": "a100-80", "h100": "h100-sxm", "v100": "v100-32"}.get(key, key)
+    if key in MACHINES:
+        return MACHINES[key]
+    near = difflib.get_close_matches(key, MACHINES, n=1, cutoff=0.0)
+    raise ValueError(f"unknown GPU {name!r}; did you mean {near[0]!r}? ({', '.join(MACHINES)})")

@@ -1,0 +1,228 @@
+"""Memory of a training step and of serving, byte by byte.
+
+A training step is largest at one of a few moments; the peak is the largest of them:
+
+    loss       everything the forward pass kept, and the gradient of the logits
+    forward    the same with the logits themselves, and every weight's cast copy
+    recompute  with checkpointing: what is kept, plus one layer rebuilt
+    end        nearly all gradients are there, the first layer's activations still
+    update     weights, gradients, optimizer state
+
+Gradients are freed after the update (`set_to_none`), so they grow while activations shrink;
+with `accumulate` they are there all the time. Per rank: DDP repeats everything and adds buckets,
+FSDP divides the states by R and gathers two blocks at a time, TP divides heads, d_ff and
+vocabulary by R: the same formulas with smaller numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scratchlm.accounting.activations import (
+    TOKENS,
+    UNIT,
+    forward_loss,
+    loss_temporaries,
+    one_layer,
+    recomputed_half,
+    saved_tree,
+)
+from scratchlm.accounting.expr import Expr, Number, total
+from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
+from scratchlm.accounting.parameters import layer_parts, parameter_tree
+from scratchlm.accounting.setup import Setup, bindings
+from scratchlm.accounting.symbols import (
+    B,
+    C,
+    H_kv,
+    L,
+    N_all,
+    N_ctx,
+    N_layer,
+    N_matrices,
+    R,
+    V,
+    b_a,
+    b_c,
+    b_g,
+    b_kv,
+    b_m,
+    b_w,
+    d,
+    d_ff,
+    d_h,
+    k,
+)
+from scratchlm.config import ModelConfig, MoE, Rotary
+
+# What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
+WORKSPACE = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of one GPU."""
+
+    training: Item  # the moment of a training step at which most is held
+    moments: dict[str, int]  # every candidate moment and its bytes
+    serving: Item
+    kv_cache: int  # bytes of the whole cache
+    kv_cache_per_token: int  # of one sequence
+
+
+def memory(config: ModelConfig, setup: Setup) -> Memory:
+    """Predict the peak memory of one GPU."""
+    env = memory_bindings(config, setup)
+    moments = training_trees(config, setup)
+    values = {name: round(tree.value(env)) for name, tree in moments.items()}
+    peak = max(values, key=lambda name: values[name])
+    serving = serving_tree(config, setup)
+    per_token = {**env, "B": 1, "C": 0}
+    return Memory(
+        training=evaluate(moments[peak], env),
+        moments=values,
+        serving=evaluate(serving, env),
+        kv_cache=round(kv_cache_bytes().value(env)),
+        kv_cache_per_token=round(kv_cache_bytes().value(per_token)),
+    )
+
+
+def memory_bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
+    """Bind every symbol for one rank; under TP the rank's share of heads, width and vocabulary."""
+    env = bindings(config, setup)
+    if setup.parallel == "tp":
+        for name in ("H", "H_kv", "d_ff", "V"):
+            env[name] = _divided(name, env[name], setup.gpus)
+        env["R"] = 1
+    env |= {name: formula.value(env) for name, formula in derived(config).items()}
+    return env
+
+
+def _divided(name: str, value: Number, ranks: int) -> Number:
+    if name == "V":  # the last rank's vocabulary may be shorter
+        return -(-int(value) // ranks)
+    if value % ranks:
+        raise ValueError(
+            f"tensor parallelism needs {name} divisible by gpus; got {name}={value}, gpus={ranks}"
+        )
+    return int(value) // ranks
+
+
+def derived(config: ModelConfig) -> dict[str, Expr]:
+    """Return the formulas of parameter counts that other formulas name."""
+    per_layer = total([part.expr for part in layer_parts(config)])
+    matrices = [
+        leaf.expr
+        for part in layer_parts(config)
+        for leaf in part.parts
+        if "bias" not in leaf.name and "norm" not in leaf.name
+    ]
+    return {
+        "N_all": parameter_tree(config).expr,
+        "N_layer": per_layer,
+        "N_matrices": total(matrices),
+    }
+
+
+def kv_cache_bytes() -> Expr:
+    """Return the bytes of a cache with room for C + 1 tokens per sequence."""
+    return 2 * L * B * H_kv * d_h * (C + 1) * b_kv
+
+
+def optimizer_state(config: ModelConfig, optimizer: str) -> Node:
+    """Return the optimizer's own numbers, in the weights' dtype."""
+    if optimizer == "sgd":
+        return leaf("optimizer state", 0, note="SGD keeps none")
+    if optimizer == "sgd-momentum":
+        return leaf("optimizer state", b_m * N_all / R, note="momentum")
+    if optimizer == "muon":
+        return group(
+            "optimizer state",
+            [
+                leaf("Muon momentum", b_m * L * N_matrices / R, note="the layers' matrices"),
+                leaf("AdamW moments", 2 * b_m * (N_all - L * N_matrices) / R, note="all else"),
+            ],
+        )
+    return leaf("optimizer state", 2 * b_m * N_all / R, note="AdamW: mean and mean square")
+
+
+def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
+    """Return the candidate moments of a training step, each as a tree of formulas."""
+    execution = setup.execution
+    always = [
+        leaf("weights", b_w * N_all / R),
+        optimizer_state(config, setup.optimizer),
+        *_buffers(config),
+        *_parallel_buffers(setup),
+        leaf("workspace", WORKSPACE, note="the matmul library's"),
+    ]
+    gradients = leaf("gradients", b_g * N_all / R)
+    early = [gradients] if setup.accumulate else []
+    saved = saved_tree(config, execution)
+    moments = {
+        "loss": group("at the loss", [*always, *early, saved, *loss_temporaries(execution)], UNIT),
+        "end": group("at the end of backward", _end(config, setup, always), UNIT),
+        "update": group("at the update", [*always, gradients], UNIT),
+    }
+    rebuilt = recomputed_half(config, execution)
+    if rebuilt is not None:
+        head = [] if setup.accumulate else [leaf("gradient of the LM head", b_g * V * d / R)]
+        flow = leaf("gradient of the residual stream", (4 + b_a) * TOKENS * d)
+        without_loss = _without(saved, "log-probabilities")
+        kept = [*always, *early, without_loss, rebuilt, *head, flow]
+        moments["recompute"] = group("while a layer is recomputed", kept, UNIT)
+        copies = leaf("cast weights of all layers", b_c * L * N_matrices)
+        before = [*always, *early, saved, copies, *forward_loss(execution)]
+        moments["forward"] = group("at the loss, going forward", before, UNIT)
+    return moments
+
+
+def _end(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
+    """All gradients but the first layer's and the embedding's, and that layer still in flight."""
+    missing = 0 if setup.accumulate else N_layer + V * d
+    wide = k * TOKENS * d_ff if isinstance(config.ffn, MoE) else TOKENS * d_ff
+    return [
+        *always,
+        leaf("gradients", b_g * (N_all - missing) / R),
+        group("first layer's activations", one_layer(config, setup.execution).parts),
+        leaf("gradients in flight", (4 + b_a) * TOKENS * d + 3 * b_a * wide),
+    ]
+
+
+def _buffers(config: ModelConfig) -> list[Node]:
+    if isinstance(config.positions, Rotary):
+        return [leaf("RoPE tables", 4 * N_ctx * d_h, note="cos and sin, float32")]
+    return []
+
+
+def _parallel_buffers(setup: Setup) -> list[Node]:
+    if setup.parallel == "ddp":
+        return [leaf("gradient buckets", b_g * N_all, note="DDP's copy, being reduced")]
+    if setup.parallel == "fsdp":
+        low = b_a  # blocks are gathered in the dtype they compute in
+        return [
+            leaf("gathered blocks", 2 * low * N_layer, note="this one and the next"),
+            leaf("gathered ends", low * (N_all - L * N_layer), note="embedding and LM head"),
+            leaf("block gradient to scatter", b_g * N_layer),
+        ]
+    return []
+
+
+def _without(node: Node, name: str) -> Node:
+    parts = tuple(part for part in node.parts if part.name != name)
+    return Node(node.name, node.formula, parts, node.unit, node.times, node.note, node.where)
+
+
+def serving_tree(config: ModelConfig, setup: Setup) -> Node:
+    """Return the memory of decoding: weights in the compute dtype, cache, one step's work."""
+    low = b_kv
+    wide = k * B * d_ff if isinstance(config.ffn, MoE) else B * d_ff
+    parts = [
+        leaf("weights", low * N_all / R),
+        leaf("KV cache", kv_cache_bytes(), note="room for C + 1 tokens per sequence"),
+        leaf("logits", (low + 4) * B * V, note="as computed, and in float32"),
+        leaf("one layer's work", low * (6 * B * d + 3 * wide)),
+        *_buffers(config),
+        leaf("workspace", WORKSPACE, note="the matmul library's"),
+    ]
+    return group("serving", parts, UNIT)

@@ -1,0 +1,257 @@
+"""Time of a phase on a machine, component by component: the roofline.
+
+    seconds = max(FLOPs / F_peak, bytes moved / M_bw)
+
+Each component reads its inputs and weights and writes its outputs once, in the matmuls' dtype;
+whichever takes longer, arithmetic or memory, bounds it. No launch overhead, no overlap between
+components, no imperfect kernel: a real run is slower, and the quotient of the two times is how far
+it is from the machine's limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from scratchlm.accounting.expr import Expr, Num, Number, largest, least
+from scratchlm.accounting.flops import Execution, flops_tree
+from scratchlm.accounting.items import Node
+from scratchlm.accounting.machines import Machine
+from scratchlm.accounting.memory import derived
+from scratchlm.accounting.money import Mfu
+from scratchlm.accounting.setup import Setup, bindings
+from scratchlm.accounting.symbols import (
+    E,
+    F_peak,
+    H,
+    H_kv,
+    L,
+    M_bw,
+    N_all,
+    V,
+    b_a,
+    b_g,
+    b_m,
+    b_r,
+    b_w,
+    d,
+    d_ff,
+    d_h,
+    k,
+)
+from scratchlm.accounting.work import Work, work
+from scratchlm.config import MLP, ModelConfig, MoE, NoNorm
+
+# What a phase's matmuls multiply the forward's arithmetic and traffic by: the backward of a product
+# is two products of the same size.
+_TIMES = {"training": 3}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component as two formulas."""
+
+    name: str
+    flops: Expr
+    bytes: Expr
+
+    @property
+    def seconds(self) -> Expr:
+        """The roofline."""
+        return largest(self.flops / F_peak, self.bytes / M_bw)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A component's time on a machine, and what bounds it."""
+
+    name: str
+    flops: float
+    bytes: float
+    seconds: float
+    bound: str  # "compute" or "memory"
+    symbols: str
+    numbers: str
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A phase's time at the machine's limits."""
+
+    phase: str
+    machine: str
+    parts: tuple[Bound, ...]
+    seconds: float
+    tokens: float  # that pass through the layers
+    mfu: Mfu  # what the whole phase reaches at these limits
+
+
+def roofline_parts(config: ModelConfig, setup: Setup) -> tuple[list[Part], Work]:
+    """Return every component's formulas in one phase."""
+    phase, execution = setup.phase, setup.execution
+    asked = work(config, phase, causal=True, packed=bool(setup.documents))
+    times = _TIMES.get(phase, 1)
+    rows, pairs = asked.rows, asked.pairs
+    decoding = phase == "decode"
+    parts = [
+        _matmul("Q, K, V projections", rows, d, (H + 2 * H_kv) * d_h, L, times),
+        _attention(execution, rows, pairs, decoding, times),
+        _matmul("output projection", rows, H * d_h, d, L, times),
+        *_ffn(config, rows, times),
+        _elementwise(config, rows, times),
+        _matmul("LM head", asked.heads, d, V, Num(1), times),
+    ]
+    if phase in ("forward", "training"):
+        parts.append(Part("loss", Num(0), (4 + 2 * (times - 1)) * 4 * asked.heads * V))
+    if phase == "training":
+        parts.append(_update(setup.optimizer))
+        parts += _recomputed(config, execution, parts)
+    return parts, asked
+
+
+def _matmul(name: str, rows: Expr, d_in: Expr, d_out: Expr, layers: Expr, times: int) -> Part:
+    moved = b_a * layers * (d_in * d_out + rows * (d_in + d_out))
+    return Part(name, 2 * times * layers * rows * d_in * d_out, times * moved)
+
+
+def _attention(execution: Execution, rows: Expr, pairs: Expr, decoding: bool, times: int) -> Part:
+    """Fused attention touches Q, K, V and its output only; unfused also the table of scores."""
+    heads = 2 * H * d_h * rows  # queries in, mixtures out
+    keys = 2 * H_kv * d_h * (pairs if decoding else rows)  # decoding reads the cache
+    moved = b_a * L * (heads + keys)
+    flops = 4 * L * pairs * H * d_h
+    if execution.attention == "unfused" and not decoding:
+        # written as scores, read and written by the softmax, read by the second product
+        return Part("attention", times * flops, times * (moved + 16 * L * pairs * H))
+    if times == 3 and execution.attention == "fused":  # five products backward, not four
+        flops = 14 * L * pairs * H * d_h
+        return Part("attention", flops, times * moved)
+    return Part("attention", times * flops, times * moved)
+
+
+def _ffn(config: ModelConfig, rows: Expr, times: int) -> list[Part]:
+    if isinstance(config.ffn, MoE):
+        visits = k * rows
+        touched = least(E, visits)  # whose weights must be read: at most one per visit
+        moved = b_a * L * (touched * 3 * d * d_ff + visits * (3 * d + 3 * d_ff))
+        experts = Part("experts", 6 * times * L * visits * d * d_ff, times * moved)
+        return [_matmul("router", rows, d, E, L, times), experts]
+    wide = 1 if isinstance(config.ffn, MLP) else 2
+    return [
+        _matmul("W1" if wide == 1 else "W1, W3", rows, d, wide * d_ff, L, times),
+        _matmul("W2", rows, d_ff, d, L, times),
+    ]
+
+
+def _elementwise(config: ModelConfig, rows: Expr, times: int) -> Part:
+    """Norms, residual sums, RoPE and the activation: no matmul, all traffic."""
+    norms = 0 if isinstance(config.norm, NoNorm) else 2
+    width = k * d_ff if isinstance(config.ffn, MoE) else d_ff
+    stream = (norms * (b_r + b_a) + 2 * (2 * b_r + b_a)) * d
+    inside = b_a * (2 * (H + H_kv) * d_h + 3 * width)
+    return Part("norms, residuals, activations", Num(0), times * L * rows * (stream + inside))
+
+
+def _update(optimizer: str) -> Part:
+    states = {"adamw": 2, "sgd": 0, "sgd-momentum": 1, "muon": 1}[optimizer]
+    # read gradient and weight, write weight, read and write each state
+    return Part("optimizer", Num(0), (b_g + 2 * b_w + 2 * states * b_m) * N_all)
+
+
+def _recomputed(config: ModelConfig, execution: Execution, parts: list[Part]) -> list[Part]:
+    """One more forward of what checkpointing dropped."""
+    halves = {
+        "attention": {"Q, K, V projections", "attention", "output projection"},
+        "ffn": {"W1", "W1, W3", "W2", "router", "experts"},
+    }
+    dropped = {
+        "block": halves["attention"] | halves["ffn"],
+        "attention": halves["attention"],
+        "ffn": halves["ffn"],
+        "core": {"attention"} if execution.attention == "unfused" else set(),
+    }.get(execution.checkpointing, set())
+    again = [part for part in parts if part.name in dropped]
+    third = 1 / Num(3)
+    return [Part(f"{part.name}, again", third * part.flops, third * part.bytes) for part in again]
+
+
+def roofline(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
+    """Time a phase at the machine's limits."""
+    if setup.phase in ("generation", "generation-no-cache"):
+        return _generation(config, setup, machine)
+    env = bindings(config, setup)
+    env |= {name: formula.value(env) for name, formula in derived(config).items()}
+    env |= {"F_peak": machine.peak(setup.precision), "M_bw": machine.bandwidth}
+    parts, asked = roofline_parts(config, setup)
+    env = dict(Node("work", where=asked.where).bind(env))
+    bounds = [_bound(part, env) for part in parts]
+    return _summed(config, setup, machine, bounds, float(asked.rows.value(env)))
+
+
+def _bound(part: Part, env: dict[str, Number]) -> Bound:
+    flops, moved = float(part.flops.value(env)), float(part.bytes.value(env))
+    return Bound(
+        part.name,
+        flops,
+        moved,
+        float(part.seconds.value(env)),
+        "compute" if flops / env["F_peak"] >= moved / env["M_bw"] else "memory",
+        part.seconds.symbols(),
+        part.seconds.numbers(env),
+    )
+
+
+def _generation(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
+    """Time a generation as its steps: the weights are read anew in each of them.
+
+    All steps are timed at their mean length; what is proportional to it comes out exactly.
+    """
+    env = bindings(config, setup)
+    prompt, new = int(env["P"]), int(env["T"])
+    if setup.phase == "generation":
+        steps = [
+            ("prefill", 1, replace(setup, phase="prefill")),
+            ("decode", new - 1, replace(setup, phase="decode", cache=prompt + (new - 1) // 2)),
+        ]
+    else:
+        middle = replace(setup, phase="prefill", prompt=prompt + (new - 1) // 2)
+        steps = [("recompute", new, middle)]
+    bounds = [
+        replace(
+            part,
+            name=f"{name}: {part.name}",
+            flops=part.flops * count,
+            bytes=part.bytes * count,
+            seconds=part.seconds * count,
+            symbols=f"steps·{part.symbols}",
+            numbers=f"{count:,} × {part.numbers}",
+        )
+        for name, count, step in steps
+        if count
+        for part in roofline(config, step, machine).parts
+    ]
+    return _summed(config, setup, machine, bounds, float(env["B"] * (prompt + new - 1)))
+
+
+def _summed(
+    config: ModelConfig, setup: Setup, machine: Machine, bounds: list[Bound], tokens: float
+) -> Roofline:
+    seconds = sum(bound.seconds for bound in bounds)
+    env = bindings(config, setup)
+    full = float(flops_tree(config, setup.phase, "full").value(env))
+    return Roofline(
+        phase=setup.phase,
+        machine=machine.name,
+        parts=tuple(bounds),
+        seconds=seconds,
+        tokens=tokens,
+        mfu=Mfu(full / seconds / machine.peak(setup.precision), "full", _peak(machine, setup)),
+    )
+
+
+def _peak(machine: Machine, setup: Setup) -> str:
+    return machine.peak_name(setup.precision)

@@ -1,0 +1,186 @@
+"""Compare the account with the real model: parameters, FLOPs, and memory where there is a GPU.
+
+Parameters: `numel()` of a model built on `meta`, exactly. FLOPs: `FlopCounterMode` around the
+reference path on `meta`, exactly under `full`, forward and backward, component by component. The
+counter adds up calls of known matmul functions, and `CANNOT_SEE` lists what that misses; that is
+why the reference path is compared, whose every product is a plain matmul.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from scratchlm.accounting.expr import Number
+from scratchlm.accounting.flops import flops_tree
+from scratchlm.accounting.items import Item, evaluate
+from scratchlm.accounting.memory import memory
+from scratchlm.accounting.parameters import count_parameters
+from scratchlm.accounting.setup import Setup, bindings
+from scratchlm.config import ModelConfig, MoE
+from scratchlm.model import TransformerBlock, TransformerLM
+from scratchlm.ops import OPS, Ops, Routed
+from scratchlm.ops.reference import route, silu, swiglu
+
+CANNOT_SEE = {
+    "fused attention on a CPU": "its operator has no formula in the counter: QKᵀ and AV count 0",
+    "fused attention on a GPU": "counted as S×S forward and 2.5 × that backward (it recomputes "
+    "QKᵀ), though masked blocks are skipped",
+    "grouped matmuls of experts": "sizes depend on the routing, which the counter does not read",
+    "hand-written kernels": "opaque: whatever they multiply counts 0",
+    "a contracted dimension of 1": "einsum multiplies instead of calling a matmul: counts 0",
+    "checkpointing": "recomputation is counted as backward work: compare with `hardware`",
+    "norms, softmax, RoPE, activations, biases": "not matmuls: not counted by it, nor by us",
+    "the embedding": "a lookup, and a scattered sum in the backward pass: 0 for both",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison."""
+
+    what: str
+    predicted: Number
+    measured: Number
+    unit: str
+    tolerance: float = 0.0  # relative
+
+    @property
+    def error(self) -> float:
+        """The relative difference."""
+        return abs(self.predicted - self.measured) / max(abs(self.measured), 1)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+def verify(config: ModelConfig, setup: Setup | None = None) -> list[Check]:
+    """Compare parameters, FLOPs and, where a CUDA device is there, memory."""
+    setup = setup or Setup()
+    checks = [*verify_parameters(config), *verify_flops(config, setup)]
+    if torch.cuda.is_available():
+        checks.append(verify_memory(config, setup))
+    return checks
+
+
+def verify_parameters(config: ModelConfig) -> list[Check]:
+    """Compare with the parameters of a model built on `meta`, part by part."""
+    counts = count_parameters(config)
+    with torch.device("meta"):
+        model = TransformerLM(config, ops="reference")
+    parts = {"token embeddings": "token_embeddings.", "layers": "layers.", "LM head": "lm_head."}
+    parts |= {"position embeddings": "position_embeddings.", "final norm": "ln_final."}
+    checks = []
+    for item in counts.tree.children:
+        named = (p for name, p in model.named_parameters() if name.startswith(parts[item.name]))
+        checks.append(Check(item.name, item.value, sum(p.numel() for p in named), "parameters"))
+    everything = sum(p.numel() for p in model.parameters())
+    return [*checks, Check("all parameters", counts.unique, everything, "parameters")]
+
+
+def verify_flops(config: ModelConfig, setup: Setup) -> list[Check]:
+    """Compare with `FlopCounterMode` on the reference path, forward and backward."""
+    env = bindings(config, setup)
+    batch, seq = int(env["B"]), int(env["S"])
+    config = config if seq <= config.context_length else config.replace(context_length=seq)
+    with torch.device("meta"):
+        model = TransformerLM(config, ops=_countable(config))
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        loss = model.loss(ids, ids)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    ours = evaluate(flops_tree(config, "training", "full"), env)
+    return [
+        *_by_component(ours.children[0], forward, config),
+        Check("forward", ours.children[0].value, forward.get_total_flops(), "FLOP"),
+        Check("backward", ours.children[1].value, backward.get_total_flops(), "FLOP"),
+    ]
+
+
+def _by_component(ours: Item, counter: FlopCounterMode, config: ModelConfig) -> list[Check]:
+    """Split the counter's sums along the modules; what is left in `attn` is QKᵀ and AV."""
+    sums = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+
+    def measured(suffix: str) -> int:
+        return sum(n for name, n in sums.items() if name.endswith(suffix))
+
+    projections = {
+        "Q projection": "attn.q_proj",
+        "K projection": "attn.k_proj",
+        "V projection": "attn.v_proj",
+        "output projection": "attn.output_proj",
+    }
+    counted = {name: measured(module) for name, module in projections.items()}
+    counted["attention"] = measured(".attn") - sum(counted.values())
+    counted["feed-forward"] = measured(".ffn")
+    layers = config.num_layers
+    checks = [Check(n, layers * ours[n].value, m, "FLOP") for n, m in counted.items()]
+    head = counter.get_total_flops() - sums[TransformerBlock.__name__]
+    return [*checks, Check("LM head", ours["LM head"].value, head, "FLOP")]
+
+
+def _countable(config: ModelConfig) -> Ops:
+    """Return the reference ops; on `meta` no token chooses an expert, so all get an even share."""
+    if isinstance(config.ffn, MoE):
+        return dataclasses.replace(OPS["reference"], moe=balanced_moe)
+    return OPS["reference"]
+
+
+def balanced_moe(
+    x: Tensor,
+    router: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    experts_per_token: int,
+    renormalize: bool = True,
+) -> Routed:
+    """Do the reference's arithmetic with the load spread evenly, whatever the router says."""
+    tokens = x.reshape(-1, x.shape[-1])
+    probabilities, weights, experts = route(tokens, router, experts_per_token, renormalize)
+    visits = tokens.repeat(experts_per_token, 1)
+    if len(visits) % len(w1) == 0:  # even shares: one batched product for all experts
+        parts = visits.view(len(w1), -1, tokens.shape[-1])
+        hidden = silu(parts @ w1.transpose(1, 2)) * (parts @ w3.transpose(1, 2))
+        answers = [hidden @ w2.transpose(1, 2)]
+    else:
+        shares = visits.tensor_split(len(w1))
+        answers = [swiglu(part, *w) for part, *w in zip(shares, w1, w2, w3, strict=True)]
+    answer = torch.cat(answers).view(experts_per_token, *tokens.shape)
+    output = (answer * weights.T[..., None]).sum(dim=0)
+    return Routed(output.view_as(x), probabilities, experts)
+
+
+def verify_memory(config: ModelConfig, setup: Setup) -> Check:
+    """Compare with the peak of two real training steps on the CUDA device."""
+    predicted = memory(config, setup).training.value
+    return Check("training peak", predicted, measure_peak(config, setup), "bytes", 0.05)
+
+
+def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int:
+    """Run two training steps and return the most bytes that were allocated at once."""
+    env = bindings(config, setup)
+    low = torch.bfloat16 if setup.precision == "bf16" else None
+    attention = OPS["reference"].attention if setup.execution.attention == "unfused" else None
+    ops = OPS["fast"]
+    ops = ops if attention is None else dataclasses.replace(ops, attention=attention)
+    with torch.device(device):
+        model = TransformerLM(config, ops=ops, dtype=low)
+        ids = torch.zeros(int(env["B"]), int(env["S"]), dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        with torch.autocast(device, torch.bfloat16, enabled=setup.precision == "bf16-mixed"):
+            loss = model.loss(ids, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated()
