@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import regex
 
-from scratchlm.tokenizer.merging import merge_word
+from scratchlm.tokenizer.merging import Merger
 from scratchlm.tokenizer.patterns import PATTERNS, compile_pattern, pattern_name
 from scratchlm.tokenizer.specials import Allowed, check_text, choose_allowed, split_at_specials
 from scratchlm.tokenizer.splitting import RULES, last_cut
@@ -67,13 +67,12 @@ class Tokenizer:
             raise ValueError(f"token {twice!r} must be special or added, not both")
         self._whole = whole
         id_of = check_vocab(self.vocab, whole)
-        self._id_of = id_of
-        self.merges, self._table = check_merges(merges, id_of)
+        self.merges, table = check_merges(merges, id_of)
         self.template = (tuple(template[0]), tuple(template[1]))
         for token in chain(*self.template):
             self.token_bytes(token)
-        self._byte_ids = [id_of[bytes([byte])] for byte in range(256)]
-        self._cache = WordCache(self._merge_words, self.pattern)
+        self._merger = Merger(id_of, table, ignore_merges)
+        self._cache = WordCache(self._merger.merge_many, self.pattern)
         self._lock = threading.Lock()  # the cache changes while it encodes
 
     @property
@@ -118,7 +117,7 @@ class Tokenizer:
         for i, part in enumerate(regex.split("([\udc80-\udcff]+)", text)):
             if i % 2:
                 word = part.encode("utf-8", errors="surrogateescape")
-                ids += self._merge_words([word])[0].tolist()
+                ids += self._merger.merge(word)
             else:
                 ids += self.encode(part, allowed_special=())
         return ids
@@ -210,19 +209,6 @@ class Tokenizer:
 
     def _last_cut(self, text: str, low: int, high: int) -> int:
         return last_cut(text, low, high) if self.pattern in RULES else low
-
-    def _merge_words(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Merge words: all their ids in a row, and how many each has."""
-        byte_ids, table = self._byte_ids, self._table
-        merged = []
-        for word in words:
-            whole = self._id_of.get(word) if self.ignore_merges else None
-            if whole is not None:
-                merged.append([whole])
-            else:
-                merged.append(merge_word([byte_ids[byte] for byte in word], table))
-        ids = np.fromiter(chain.from_iterable(merged), dtype=np.uint32)
-        return ids, np.fromiter(map(len, merged), dtype=np.int64, count=len(merged))
 
 
 def _rebuild(

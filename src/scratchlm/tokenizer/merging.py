@@ -1,30 +1,126 @@
-"""Merge the bytes of one word, in O(n log n) also when the word is a megabyte of one letter.
+"""Merge the bytes of words, in O(n log n) also where a word is a megabyte of one letter.
 
 The definition is in `naive.py`: while some adjacent pair is known, merge the leftmost one of the
-lowest rank. A short word looks through its pairs anew after each merge; a long one keeps them in
-a heap ordered by (rank, place), over a linked list of what is left.
+lowest rank. Three ways to do it, all equal: a short word looks through its pairs anew after each
+merge; a long one keeps them in a heap ordered by (rank, place), over a linked list of what is left;
+many short words at once are the rows of a matrix, and each round merges one pair in every row.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
+
+import numpy as np
+
+from scratchlm.tokenizer.hashing import PairTable
 
 # (left id, right id) -> (rank, id of the two joined)
 MergeTable = Mapping[tuple[int, int], tuple[int, int]]
 
-SHORT = 32  # bytes; below this the quadratic loop is the faster one
+SHORT = 32  # bytes; up to here looking through all pairs is the faster way
+MANY = 64  # words; from here on a matrix is
+WIDTHS = (8, 16, SHORT)  # of the matrices, so that few columns stay empty
+NEVER = np.iinfo(np.int64).max  # the rank of a pair that does not merge
 
 
-def merge_word(ids: list[int], table: MergeTable) -> list[int]:
-    """Merge a word given as the ids of its bytes; the list may be used up."""
-    if len(ids) <= SHORT:
-        return _merge_short(ids, table)
-    return _merge_long(ids, table)
+class Merger:
+    """The merges of one vocabulary, applied to words."""
+
+    def __init__(self, id_of: Mapping[bytes, int], table: MergeTable, ignore_merges: bool) -> None:
+        """Take the tokens, the merges, and whether a word that is a token stays whole."""
+        self._whole = dict(id_of) if ignore_merges else {}
+        self._byte_ids = [id_of[bytes([byte])] for byte in range(256)]
+        self._byte_array = np.array(self._byte_ids, dtype=np.int64)
+        self._table = table
+        self._pairs: PairTable | None = None  # the same as arrays, made when first needed
+
+    def merge(self, word: bytes) -> list[int]:
+        """Merge one word."""
+        whole = self._whole.get(word)
+        if whole is not None:
+            return [whole]
+        ids = [self._byte_ids[byte] for byte in word]
+        return (merge_short if len(ids) <= SHORT else merge_long)(ids, self._table)
+
+    def merge_many(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Merge words: all their ids in a row, and how many each has."""
+        if len(words) < MANY:
+            merged = [self.merge(word) for word in words]
+            ids = np.fromiter(chain.from_iterable(merged), dtype=np.uint32)
+            return ids, np.fromiter(map(len, merged), dtype=np.int64, count=len(words))
+        lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        whole = np.array([word in self._whole for word in words]) if self._whole else lengths < 0
+        # Each group's ids, and the places of its words; then all words in their own order.
+        places: list[np.ndarray] = []
+        counts = np.empty(len(words), dtype=np.int64)
+        rows: list[np.ndarray] = []
+        narrower = 0
+        for width in WIDTHS:
+            group = np.flatnonzero((lengths > narrower) & (lengths <= width) & ~whole)
+            narrower = width
+            if len(group):
+                matrix = self._merge_matrix([words[i] for i in group.tolist()], width)
+                counts[group] = (matrix >= 0).sum(axis=1)
+                rows.append(matrix[matrix >= 0])
+                places.append(group)
+        rest = np.flatnonzero((lengths > SHORT) | whole)
+        if len(rest):
+            merged = [self.merge(words[i]) for i in rest.tolist()]
+            counts[rest] = [len(ids) for ids in merged]
+            rows.append(np.fromiter(chain.from_iterable(merged), dtype=np.int64))
+            places.append(rest)
+        return _in_order(np.concatenate(rows), np.concatenate(places), counts), counts
+
+    def _merge_matrix(self, words: list[bytes], width: int) -> np.ndarray:
+        """Merge words of at most `width` bytes: a row of ids each, −1 after its end."""
+        lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        ids = np.full((len(words), width + 1), -1, dtype=np.int64)
+        ids[np.arange(width + 1) < lengths[:, None]] = self._byte_array[
+            np.frombuffer(b"".join(words), dtype=np.uint8)
+        ]
+        ranks = np.full((len(words), width + 1), NEVER)  # of the pair at a place and the next
+        ranks[:, :-1] = self._ranks(ids[:, :-1], ids[:, 1:])
+        done = np.empty_like(ids)
+        row = np.arange(len(words))  # of `done`, for each row still at work
+        column = np.arange(width + 1)
+        while True:
+            at = ranks.argmin(axis=1)
+            best = ranks[np.arange(len(ranks)), at]
+            busy = best != NEVER
+            if not busy.all():
+                done[row[~busy]] = ids[~busy]
+                row, ids, ranks, at, best = row[busy], ids[busy], ranks[busy], at[busy], best[busy]
+            if len(row) == 0:
+                return done
+            every = np.arange(len(row))
+            ids[every, at] = self._joined[best]
+            # Close the gap: what stands right of the pair moves one place to the left.
+            source = np.minimum(column + (column > at[:, None]), width)
+            ids = np.take_along_axis(ids, source, axis=1)
+            ids[:, width] = -1
+            ranks = np.take_along_axis(ranks, source, axis=1)
+            ranks[every, at] = self._ranks(ids[every, at], ids[every, at + 1])
+            left = np.flatnonzero(at > 0)
+            before = at[left] - 1
+            ranks[left, before] = self._ranks(ids[left, before], ids[left, before + 1])
+
+    def _ranks(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Look up the ranks of pairs of ids; −1, which is no id, makes no pair."""
+        if self._pairs is None:
+            pairs = np.array(list(self._table), dtype=np.int64).reshape(-1, 2).astype(np.uint64)
+            values = np.array(list(self._table.values()), dtype=np.int64).reshape(-1, 2)
+            self._joined = np.zeros(len(values), dtype=np.int64)
+            self._joined[values[:, 0]] = values[:, 1]
+            self._pairs = PairTable()
+            self._pairs.insert(pairs[:, 0].copy(), pairs[:, 1].copy(), values[:, 0].copy())
+        found = self._pairs.find(left.astype(np.uint64).ravel(), right.astype(np.uint64).ravel())
+        return np.where(found < 0, NEVER, found).reshape(left.shape)
 
 
-def _merge_short(ids: list[int], table: MergeTable) -> list[int]:
+def merge_short(ids: list[int], table: MergeTable) -> list[int]:
+    """Merge a word given as the ids of its bytes, quadratic in its length; uses the list up."""
     get = table.get
     pairs = [get(pair) for pair in pairwise(ids)]
     while True:
@@ -45,22 +141,23 @@ def _merge_short(ids: list[int], table: MergeTable) -> list[int]:
             pairs[at] = get((ids[at], ids[at + 1]))
 
 
-def _merge_long(ids: list[int], table: MergeTable) -> list[int]:
+def merge_long(ids: list[int], table: MergeTable) -> list[int]:
+    """Merge a word given as the ids of its bytes, in O(n log n); uses the list up."""
     n = len(ids)
     get = table.get
     after = list(range(1, n + 1))  # the next live place; n: none
     before = list(range(-1, n - 1))
     heap = []
-    for i in range(n - 1):
-        found = get((ids[i], ids[i + 1]))
+    for i, pair in enumerate(pairwise(ids)):
+        found = get(pair)
         if found is not None:
             heap.append((found[0], i, found[1]))
     heapq.heapify(heap)
     while heap:
         rank, i, joined = heapq.heappop(heap)
         right = after[i]
-        # An entry is stale when either side was merged since; then its pair is another one, or
-        # the place is gone (id −1).
+        # An entry is stale when either side was merged since: then its pair is another one, or
+        # its place is gone (id −1).
         if right >= n or get((ids[i], ids[right])) != (rank, joined):
             continue
         ids[i] = joined
@@ -77,3 +174,14 @@ def _merge_long(ids: list[int], table: MergeTable) -> list[int]:
             if found is not None:
                 heapq.heappush(heap, (found[0], left, found[1]))
     return [token for token in ids if token >= 0]
+
+
+def _in_order(ids: np.ndarray, places: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Put the ids of words, given word after word in the order `places`, in the words' order."""
+    taken = counts[places]
+    ends = np.cumsum(counts)
+    target = np.repeat((ends - counts)[places] - (np.cumsum(taken) - taken), taken)
+    target += np.arange(len(ids))
+    ordered = np.empty(len(ids), dtype=np.uint32)
+    ordered[target] = ids
+    return ordered

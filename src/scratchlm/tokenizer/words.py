@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 
+from scratchlm.tokenizer.hashing import PairTable, hash_pairs
 from scratchlm.tokenizer.patterns import split_words
 from scratchlm.tokenizer.splitting import (
     RULES,
@@ -23,7 +24,6 @@ from scratchlm.tokenizer.splitting import (
 
 PACKED = 15  # bytes
 _MASKS = np.array([(1 << (8 * k)) - 1 for k in range(9)], dtype=np.uint64)  # the low k bytes
-_ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 
 assert sys.byteorder == "little", "words are packed as little-endian integers"
 
@@ -68,7 +68,7 @@ class WordIndex:
         """Forget all words."""
         self.words: list[bytes] = []
         self._long: dict[bytes, int] = {}
-        self._resize(1 << 12)
+        self._table = PairTable()
 
     def __len__(self) -> int:
         return len(self.words)
@@ -98,70 +98,22 @@ class WordIndex:
         self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
         low, high = _pack(data, starts, lengths)
-        numbers = self._find(low, high)
+        numbers = self._table.find(low, high)
         missing = np.flatnonzero(numbers < 0)
         while len(missing):
             # One of each unseen word. Two words that share a hash are told apart by comparing:
             # the one left out is still missing, and has its turn next.
-            _, first = np.unique(_hash(low[missing], high[missing]), return_index=True)
+            _, first = np.unique(hash_pairs(low[missing], high[missing]), return_index=True)
             first.sort()
             new = missing[first]
             raw = data.tobytes()
             spans = zip(starts[new].tolist(), lengths[new].tolist(), strict=True)
             fresh = np.arange(len(self.words), len(self.words) + len(new))
             self.words += [raw[at : at + n] for at, n in spans]
-            self._insert(low[new], high[new], fresh)
-            numbers[missing] = self._find(low[missing], high[missing])
+            self._table.insert(low[new], high[new], fresh)
+            numbers[missing] = self._table.find(low[missing], high[missing])
             missing = missing[numbers[missing] < 0]
         return numbers
-
-    def _find(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Look packed words up; −1 where there is none."""
-        slots = (_hash(low, high) >> self._shift).astype(np.int64)
-        numbers = self._number[slots]
-        hit = (self._low[slots] == low) & (self._high[slots] == high)
-        open_ = np.flatnonzero(~hit & (numbers >= 0))  # another word sits there: look further
-        while len(open_):
-            slots[open_] = (slots[open_] + 1) & self._mask
-            at = slots[open_]
-            numbers[open_] = self._number[at]
-            same = (self._low[at] == low[open_]) & (self._high[at] == high[open_])
-            open_ = open_[~same & (self._number[at] >= 0)]
-        return numbers
-
-    def _insert(self, low: np.ndarray, high: np.ndarray, fresh: np.ndarray) -> None:
-        """Put packed words, all different and none in the table, into it."""
-        if 2 * (self._used + len(low)) > self._mask:
-            kept = self._number >= 0
-            old = self._low[kept], self._high[kept], self._number[kept]
-            size = self._mask + 1
-            while size < 4 * (self._used + len(low)):
-                size *= 2
-            self._resize(size)
-            self._place(*old)
-        self._place(low, high, fresh)
-
-    def _place(self, low: np.ndarray, high: np.ndarray, fresh: np.ndarray) -> None:
-        self._used += len(low)
-        slots = (_hash(low, high) >> self._shift).astype(np.int64)
-        todo = np.arange(len(low))
-        while len(todo):
-            free = todo[self._number[slots[todo]] < 0]
-            at = slots[free]
-            self._number[at] = fresh[free]  # of several that want one slot, the last stays
-            won = free[self._number[at] == fresh[free]]
-            self._low[slots[won]] = low[won]
-            self._high[slots[won]] = high[won]
-            todo = todo[self._number[slots[todo]] != fresh[todo]]
-            slots[todo] = (slots[todo] + 1) & self._mask
-
-    def _resize(self, size: int) -> None:
-        self._mask = size - 1
-        self._shift = np.uint64(64 - self._mask.bit_length())
-        self._low = np.zeros(size, dtype=np.uint64)
-        self._high = np.zeros(size, dtype=np.uint64)
-        self._number = np.full(size, -1, dtype=np.int64)  # −1: free
-        self._used = 0
 
 
 def _pack(
@@ -181,9 +133,3 @@ def _pack(
     high &= _MASKS[np.maximum(lengths - 8, 0)]
     high |= lengths.astype(np.uint64) << np.uint64(56)
     return low, high
-
-
-def _hash(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    mixed = low * _ODD[0] ^ high * _ODD[1]
-    mixed ^= mixed >> np.uint64(29)
-    return mixed * _ODD[0]
