@@ -200,7 +200,8 @@ def _read_qwen3(said: _Reader) -> ModelConfig:
 def _read_qwen3_moe(said: _Reader) -> ModelConfig:
     said.only("decoder_sparse_step", 1)
     said.only("mlp_only_layers", [], None)
-    attention = Attention(qk_norm=True, bias=_bias(said), sliding_window=_window(said))
+    window = _window(said, default_first=0)  # the class has no other layers, and no word for them
+    attention = Attention(qk_norm=True, bias=_bias(said), sliding_window=window)
     return _read_llama_like(
         said,
         attention=attention,
@@ -263,31 +264,29 @@ def _experts(said: _Reader, renormalize: bool) -> MoE:
 
 
 def _refuse_layer_types(said: _Reader, kind: str) -> None:
-    kinds = said.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(k != kind for k in kinds)):
-        raise ValueError(f"layer_types must all be {kind}; got {shown(kinds)}")
+    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k != kind for k in kinds):
+        raise ValueError(f"layer_types must be {kind} for each of {layers}; got {shown(kinds)}")
 
 
-def _window(said: _Reader) -> int | None:
-    """Read Qwen's sliding window, which its layers share or do not have."""
-    used, window = said.flag("use_sliding_window", False), said.get("sliding_window")
-    first, kinds = said.get("max_window_layers", 28), said.get("layer_types")
+def _window(said: _Reader, default_first: int = 28) -> int | None:
+    """Read Qwen's sliding window, which all of its layers must share, or none have.
+
+    Dense models window the layers from `max_window_layers` on.
+    """
+    used, window = said.flag("use_sliding_window", False), said.get("sliding_window", 4096)
+    first, kinds = said.get("max_window_layers", default_first), said.get("layer_types")
     layers = said.get("num_hidden_layers")
-    if not used or window is None:
+    all_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if not used or window is None or all_full:
         _refuse_layer_types(said, "full_attention")
         return None
-    if kinds is None:
-        if not (type(first) is int and type(layers) is int):
-            raise TypeError(f"max_window_layers must be a whole number; got {shown(first)}")
-        if first >= layers:
-            return None
-        if first > 0:
-            raise ValueError(
-                "all layers must have the same attention window; "
-                f"got max_window_layers={first} of {layers}"
-            )
-        return window
-    if kinds == ["full_attention"] * len(kinds):
-        return None
+    if kinds is None and first != 0:
+        raise ValueError(
+            "all layers must have the sliding window, or none; "
+            f"got max_window_layers={shown(first)} of {layers}"
+        )
     _refuse_layer_types(said, "sliding_attention")
     return window
