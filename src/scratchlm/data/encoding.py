@@ -113,7 +113,7 @@ def encode_part(
             if begins and part.side is None:
                 side = _choose_side(piece, options)
             assert side is not None
-            out[side].add(np.asarray(tokenizer.encode_array(piece.text), dtype=np.uint32))
+            out[side].add(_encode(part, tokenizer, piece.text))
             if piece.ends_document:
                 out[side].add(closing)
                 documents[side] += 1
@@ -132,6 +132,13 @@ def _pieces(part: Part, options: EncodeOptions) -> Any:
         end=part.end,
         ends_document=part.ends_document,
     )
+
+
+def _encode(part: Part, tokenizer: Tokenizer, text: str) -> np.ndarray:
+    try:
+        return np.asarray(tokenizer.encode_array(text), dtype=np.uint32)
+    except ValueError as error:  # a character that the tokenizer does not have
+        raise ScratchLMError(f"{part.source.name}: {error}") from None
 
 
 def _choose_side(piece: Piece, options: EncodeOptions) -> str:

@@ -156,14 +156,19 @@ def record_commit(folder: Path, infos: dict[str, TokenFileInfo]) -> None:
     write_atomically(folder / "commit.json", json.dumps(sidecars).encode())
 
 
-def read_commit(folder: Path, plan: str) -> dict[str, TokenFileInfo] | None:
-    """Find a decided commit of this plan."""
+def read_commit(out: Path, folder: Path, plan: str) -> dict[str, TokenFileInfo] | None:
+    """Find a decided commit of this plan that can still be carried out."""
     try:
         sidecars = json.loads((folder / "commit.json").read_text(encoding="utf-8"))
         infos = {side: TokenFileInfo.from_dict(values) for side, values in sidecars.items()}
     except (FileNotFoundError, ValueError):
         return None
-    return infos if all(info.plan == plan for info in infos.values()) else None
+    for side, info in infos.items():
+        partial, data = folder / f"{side}.partial", out / f"{side}.bin"
+        there = partial if partial.exists() else data
+        if info.plan != plan or not there.exists() or there.stat().st_size < info.num_bytes:
+            return None
+    return infos
 
 
 def carry_out_commit(out: Path, folder: Path, infos: dict[str, TokenFileInfo]) -> None:
@@ -181,8 +186,9 @@ def carry_out_commit(out: Path, folder: Path, infos: dict[str, TokenFileInfo]) -
                 os.fsync(file.fileno())
             os.replace(partial, out / f"{side}.bin")
     for path in sorted((folder / "tokenizer").iterdir()):
-        write_atomically(out / path.name, path.read_bytes())
+        write_atomically(out / path.name, path.read_bytes(), folder)
     sync_directory(out)
     for side, info in infos.items():
-        write_atomically(out / f"{side}.json", info.to_json().encode())
+        write_atomically(out / f"{side}.json", info.to_json().encode(), folder)
+    (folder / "commit.json").unlink()  # first: what is left of the folder must not be obeyed
     shutil.rmtree(folder, ignore_errors=True)

@@ -83,7 +83,9 @@ def prepare(
         checked = check_all(found, marker, report)
         options = EncodeOptions(field, separator, eot, None)
         plan = make_plan(found, checked, loaded, options, split, val_fraction)
-        prepared = _already_there(Path(out), plan, overwrite)
+        prepared = _finish_commit(Path(out), folder, plan) or _already_there(
+            Path(out), plan, overwrite
+        )
         if prepared is None:
             prepared = _carry_out(Path(out), folder, plan, before, loaded, workers, report)
         return replace(prepared, notes=tuple(_notes(plan, prepared, marker)))
@@ -152,6 +154,15 @@ def _work_folder(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def _finish_commit(out: Path, folder: Path, plan: Plan) -> Prepared | None:
+    """Do what is left where an earlier run died between its last renames."""
+    infos = journals.read_commit(out, folder, plan.name)
+    if infos is None:
+        return None
+    journals.carry_out_commit(out, folder, infos)
+    return Prepared(out, infos["train"], infos.get("val"), 0, len(plan.parts), len(plan.parts))
+
+
 def _already_there(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
     """Find the finished result of this very plan; refuse to write over another's."""
     if not any((out / f"{side}.json").exists() for side in ("train", "val")):
@@ -184,10 +195,6 @@ def _carry_out(
     report: Callable[[Progress], None],
 ) -> Prepared:
     total = len(plan.parts)
-    infos = journals.read_commit(folder, plan.name)
-    if infos is not None:
-        journals.carry_out_commit(out, folder, infos)
-        return Prepared(out, infos["train"], infos.get("val"), 0, total, total)
     (folder / "commit.json").unlink(missing_ok=True)
     journal = Journal(folder, dtype_for(tokenizer.vocab_size).itemsize)
     resumed = journal.resume(plan.keys)

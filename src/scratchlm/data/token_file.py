@@ -299,9 +299,12 @@ def write_token_file(
     return info
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that a crash leaves either the old one or the whole new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def write_atomically(path: Path, data: bytes | memoryview, folder: Path | None = None) -> None:
+    """Write a file so that a crash leaves either the old one or the whole new one.
+
+    It is written in `folder`, by default beside the file, and renamed into place.
+    """
+    beside = (folder or path.parent) / f".{path.name}.{os.getpid()}.partial"
     try:
         with open(beside, "wb") as file:
             file.write(data)
