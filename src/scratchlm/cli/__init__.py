@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from scratchlm import __version__
-from scratchlm.cli import config
+from scratchlm.cli import config, prepare
 from scratchlm.errors import ScratchLMError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 config.register(app)
+prepare.register(app)
 
 _show_traceback = False
 
