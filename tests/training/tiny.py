@@ -1,5 +1,6 @@
 """The smallest run there is, and how to make it again: a few milliseconds a step."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -40,8 +41,14 @@ def make_learner(settings=SETTINGS, model=MODEL, device="cpu"):
 def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, **more):
     """Start or resume the run in `directory`; return why it ended and the learner."""
     learner = make_learner(settings, model)
-    with hold_run(directory), TokenFile(data / "train") as ids, TokenFile(data / "val") as val:
+    with (
+        contextlib.ExitStack() as stack,
+        hold_run(directory),
+        TokenFile(data / "train") as ids,
+        TokenFile(data / "val") as val,
+    ):
         run = Run(directory, {"train": fingerprint(ids), "val": fingerprint(val)})
+        stack.enter_context(run)
         run.restore(learner, warn)
         context, rows = model.context_length, learner.settings.batch_size
         ended = train(
@@ -63,7 +70,6 @@ def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, 
             ),
             **more,
         )
-        run.metrics.close()
     return ended, learner
 
 

@@ -59,6 +59,13 @@ class Run:
     reached: Reached = field(default_factory=Reached)
     metrics: MetricsFile = field(init=False)
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+
     def restore(self, learner: Learner, warn: Callable[[str], None] | None = None) -> Path | None:
         """Take up the newest whole checkpoint, if there is one, and the log as it was then."""
         clean_leftovers(self.directory)
