@@ -1,0 +1,127 @@
+"""A model by name: one of our runs, one of our checkpoints, or a Hugging Face directory.
+
+The model is built without memory, given memory once, and filled tensor by tensor, so loading takes
+the model and one tensor more. Nothing is converted unless a dtype is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scratchlm import checkpoint
+from scratchlm.config import ModelConfig
+from scratchlm.errors import ScratchLMError
+from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
+from scratchlm.interop import is_hf_directory, read_hf
+from scratchlm.model import TransformerLM
+from scratchlm.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready, with what came with it."""
+
+    model: TransformerLM
+    tokenizer: AnyTokenizer | None
+    config: ModelConfig
+    source: Path  # the directory the weights came from
+    eos_ids: tuple[int, ...] = ()  # the tokens that end a text
+    tokenizer_problem: str = "the model came without a tokenizer"
+
+    def need_tokenizer(self) -> AnyTokenizer:
+        """Return the tokenizer, or say in one line why there is none."""
+        if self.tokenizer is None:
+            raise ScratchLMError(f"{self.source}: text needs a tokenizer; {self.tokenizer_problem}")
+        return self.tokenizer
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    ops: Any = "fast",
+    warn: Callable[[str], None] | None = None,
+) -> Loaded:
+    """Load a run's newest whole checkpoint, a checkpoint, or a Hugging Face directory.
+
+    `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
+    were passed over.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
+    if checkpoint.is_checkpoint(path):
+        checkpoint.verify_checkpoint(path)
+        return _load_ours(path, device, dtype, ops)
+    if checkpoint.find_checkpoints(path):
+        newest = checkpoint.newest_valid(path, warn)
+        if newest is None:
+            raise ScratchLMError(f"{path}: the run has no whole checkpoint")
+        return _load_ours(newest, device, dtype, ops)
+    if is_hf_directory(path):
+        return _load_hf(path, device, dtype, ops)
+    raise ScratchLMError(
+        f"{path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face directory"
+    )
+
+
+def _load_ours(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Loaded:
+    config = checkpoint.read_config(path)
+    stored = checkpoint.iter_tensors(path / checkpoint.MODEL)
+    first = next(stored, None)
+    if first is None:
+        raise ScratchLMError(f"{path / checkpoint.MODEL}: holds no tensors")
+    model = _empty_model(config, device, dtype or first[1].dtype, ops)
+    _fill(model.state_dict(), chain([first], stored), path / checkpoint.MODEL)
+    tokenizer, problem = _tokenizer_in(path)
+    return Loaded(model, tokenizer, config, path, default_eos_ids(tokenizer), problem)
+
+
+def _load_hf(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Loaded:
+    source = read_hf(path)
+    model = _empty_model(source.config, device, dtype or source.dtype, ops)
+    source.load_into(model.state_dict())
+    tokenizer, problem = _tokenizer_in(path)
+    eos_ids = source.eos_token_ids or default_eos_ids(tokenizer)
+    return Loaded(model, tokenizer, source.config, path, eos_ids, problem)
+
+
+def _empty_model(config: ModelConfig, device: Any, dtype: torch.dtype, ops: Any) -> TransformerLM:
+    """Build a model whose weights have memory but no values; drawing them would be in vain."""
+    model = TransformerLM(config, ops, device="meta", dtype=dtype)
+    return model.to_empty(device=device).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _fill(state: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], file: Path) -> None:
+    missing = dict(state)
+    for name, tensor in tensors:
+        target = missing.pop(name, None)
+        if target is None:
+            raise ScratchLMError(f"{file}: unexpected tensor {name!r:.80}")
+        if target.shape != tensor.shape:
+            raise ScratchLMError(
+                f"{file}: {name} must have shape {tuple(target.shape)}; got {tuple(tensor.shape)}"
+            )
+        target.copy_(tensor)
+    if missing:
+        raise ScratchLMError(f"{file}: {len(missing)} tensors are missing, first {min(missing)}")
+
+
+def _tokenizer_in(path: Path) -> tuple[AnyTokenizer | None, str]:
+    """Load the tokenizer that lies with a model, or say why not; ids alone need none."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        return None, "the model came without one"
+    try:
+        return load_tokenizer(path), ""
+    except ValueError as error:
+        return None, str(error)

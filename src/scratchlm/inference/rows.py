@@ -1,0 +1,114 @@
+"""One row of a batch while it grows: its tokens, its text so far, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scratchlm.inference.prompts import AnyTokenizer
+from scratchlm.inference.sampling import Sampling
+from scratchlm.inference.stopping import StopStrings
+
+FinishReason = Literal["end", "stop", "length"]
+UNKNOWN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The natural log-probability of a chosen token, and the best tokens it stood against.
+
+    Of the model's own distribution: before temperature, penalties and filters.
+    """
+
+    token_id: int
+    logprob: float
+    best: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step gave one row: a token, and the text that is now certain (possibly none)."""
+
+    row: int
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Generation:
+    """What a prompt was continued with.
+
+    `token_ids` are all the tokens chosen, the end token included. `text` ends before the end token
+    and before a stop string. `finish_reason`: "end" (an end token), "stop" (a stop string),
+    "length" (`max_new_tokens`, or the context is full).
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Take the next piece in."""
+        self.token_ids.append(piece.token_id)
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason
+        if piece.logprob is not None:
+            self.logprobs = [*(self.logprobs or []), piece.logprob]
+
+
+class Row:
+    """A prompt, how it is to be continued, and what it was continued with so far."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        *,
+        limit: int,
+        seed: int,
+        sampling: Sampling,
+        tokenizer: AnyTokenizer | None,
+        stop: Sequence[str],
+        eos_ids: Collection[int],
+    ) -> None:
+        self.index, self.ids = index, list(prompt)
+        self.num_prompt, self.limit = len(self.ids), limit
+        self.seed, self.sampling = seed, sampling
+        self.finish_reason: FinishReason | None = None
+        self._eos_ids = frozenset(eos_ids)
+        self._stop = StopStrings(stop)
+        self._decoder = None if tokenizer is None else tokenizer.stream_decoder()
+
+    @property
+    def step(self) -> int:
+        """How many tokens were generated."""
+        return len(self.ids) - self.num_prompt
+
+    def take(self, token: int, logprob: TokenLogprob | None) -> Piece:
+        """Add a token; return it with the text that may be shown."""
+        self.ids.append(token)
+        ended = token in self._eos_ids
+        text = "" if ended else self._stop.push(self._decode(token))
+        full = self.step >= self.limit
+        if (ended or full) and self._stop.found is None:
+            text += self._stop.push("" if self._decoder is None else self._decoder.finish())
+            text += self._stop.finish()
+        if ended:
+            self.finish_reason = "end"
+        elif self._stop.found is not None:
+            self.finish_reason = "stop"
+        elif full:
+            self.finish_reason = "length"
+        return Piece(self.index, token, text, logprob, self.finish_reason)
+
+    def _decode(self, token: int) -> str:
+        if self._decoder is None:
+            return ""
+        try:
+            return self._decoder.push(token)
+        except ValueError:  # a model's vocabulary may be padded beyond its tokenizer's
+            return self._decoder.finish() + UNKNOWN
