@@ -94,7 +94,7 @@ def prepare(
 
 
 class _Bars:
-    """A progress bar for each stage, on stderr."""
+    """A progress bar for each stage, where stderr is a terminal."""
 
     def __init__(self, console: Console) -> None:
         from rich import progress as rich
@@ -107,18 +107,19 @@ class _Bars:
             rich.TimeRemainingColumn(),
             rich.TextColumn("{task.fields[tokens]}"),
             console=console,
+            disable=not console.is_terminal,
         )
         self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> _Bars:
-        self.bars.start()
-        return self
+        return self  # the bars start with the first report: an early error stands alone
 
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
     def update(self, progress: Progress) -> None:
         """Move the bar of the stage that is reported."""
+        self.bars.start()
         if progress.stage not in self.tasks:
             self.tasks[progress.stage] = self.bars.add_task(progress.stage, tokens="")
         self.bars.update(

@@ -180,7 +180,7 @@ def _already_there(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
     if not overwrite:
         raise ScratchLMError(
             f"{out} holds token files made from other sources or options; "
-            "choose another folder or allow overwriting"
+            "choose another folder or allow it with overwrite (--overwrite)"
         )
     return None
 
