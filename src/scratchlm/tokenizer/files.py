@@ -67,8 +67,7 @@ def write_tokenizer_json(directory: str | Path, data: dict[str, Any]) -> Path:
     beside = folder / f".tokenizer.json.{os.getpid()}.tmp"
     try:
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(data, file, ensure_ascii=False, indent=1)
-            file.write("\n")
+            file.write(json.dumps(data, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)

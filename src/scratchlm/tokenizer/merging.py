@@ -76,15 +76,16 @@ class Merger:
     def _merge_matrix(self, words: list[bytes], width: int) -> np.ndarray:
         """Merge words of at most `width` bytes: a row of ids each, −1 after its end."""
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        ids = np.full((len(words), width + 1), -1, dtype=np.int64)
-        ids[np.arange(width + 1) < lengths[:, None]] = self._byte_array[
-            np.frombuffer(b"".join(words), dtype=np.uint8)
-        ]
+        column = np.arange(width + 1)
+        filled = column < lengths[:, None]
+        letters = np.zeros((len(words), width + 1), dtype=np.int64)
+        letters[filled] = np.frombuffer(b"".join(words), dtype=np.uint8)
+        ids = np.where(filled, self._byte_array[letters], -1)
         ranks = np.full((len(words), width + 1), NEVER)  # of the pair at a place and the next
-        ranks[:, :-1] = self._ranks(ids[:, :-1], ids[:, 1:])
+        of_bytes = self._ranks_of_bytes()[letters[:, :-1] << 8 | letters[:, 1:]]
+        ranks[:, :-1] = np.where(filled[:, 1:], of_bytes, NEVER)
         done = np.empty_like(ids)
         row = np.arange(len(words))  # of `done`, for each row still at work
-        column = np.arange(width + 1)
         while True:
             at = ranks.argmin(axis=1)
             best = ranks[np.arange(len(ranks)), at]
@@ -105,6 +106,13 @@ class Merger:
             left = np.flatnonzero(at > 0)
             before = at[left] - 1
             ranks[left, before] = self._ranks(ids[left, before], ids[left, before + 1])
+
+    def _ranks_of_bytes(self) -> np.ndarray:
+        """Give the ranks of all pairs of bytes, at 256 · left + right."""
+        if self._pairs is None:
+            left, right = np.divmod(np.arange(1 << 16), 256)
+            self._byte_ranks = self._ranks(self._byte_array[left], self._byte_array[right])
+        return self._byte_ranks
 
     def _ranks(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Look up the ranks of pairs of ids; −1, which is no id, makes no pair."""
