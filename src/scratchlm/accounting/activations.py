@@ -8,15 +8,14 @@ product casts its own copy of its input and keeps that, and keeps the cast copy 
 Checkpointing keeps less and computes it again:
 
     none       nothing is recomputed
-    core       softmax(QKᵀ)V of unfused attention: the S×S tables go, Q, K, V stay
-    attention  the attention half of every block, from the block's input
-    ffn        the feed-forward half of every block, from its input
+    attention  attention, from its input; the norm before it stays
+    ffn        the feed-forward layer, from its input; the norm before it stays
     block      whole blocks, from their input
 """
 
 from __future__ import annotations
 
-from scratchlm.accounting.expr import Expr, Number
+from scratchlm.accounting.expr import Number
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.items import Node, group, leaf
 from scratchlm.accounting.symbols import (
@@ -50,54 +49,51 @@ def saved_tree(config: ModelConfig, execution: Execution) -> Node:
 
 def kept_layers(config: ModelConfig, execution: Execution) -> list[Node]:
     """Return what the layers keep under a checkpointing policy."""
-    halves = {"attention": _attention(config, execution), "ffn": _ffn(config)}
-    recomputed = {"block": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
-    dropped = recomputed.get(execution.checkpointing, ())
-    parts = []
-    for half, nodes in halves.items():
-        name = "attention" if half == "attention" else "feed-forward"
-        if half not in dropped:
-            parts.append(group(name, nodes))
-        elif not (execution.checkpointing == "block" and half == "ffn"):
-            what = "block" if execution.checkpointing == "block" else name
-            parts.append(leaf(f"{what} input", b_r * TOKENS * d))
+    policy = execution.checkpointing
+    if policy == "block":
+        return [group("layers", [leaf("block input", b_r * TOKENS * d)], times=L)]
+    parts = [*_norm("norm 1", config)]
+    if policy == "attention":
+        parts.append(leaf("attention input", b_r * TOKENS * d))
+    else:
+        parts.append(group("attention", _attention(config, execution)))
+    parts += _norm("norm 2", config)
+    if policy == "ffn":
+        parts.append(leaf("feed-forward input", b_r * TOKENS * d))
+    else:
+        parts.append(group("feed-forward", _ffn(config)))
     return [group("layers", parts, times=L)]
 
 
 def one_layer(config: ModelConfig, execution: Execution) -> Node:
     """Return what one layer keeps when nothing is dropped: what a recomputed layer holds."""
-    nodes = [*_attention(config, Execution(execution.attention)), *_ffn(config)]
-    return group("one layer, recomputed", nodes, UNIT)
+    whole = kept_layers(config, Execution(execution.attention))[0]
+    return group("one layer, recomputed", whole.parts, UNIT)
 
 
-def recomputed_half(config: ModelConfig, execution: Execution) -> Node | None:
+def recomputed_part(config: ModelConfig, execution: Execution) -> Node | None:
     """Return what is rebuilt at a time during the backward pass, if anything is."""
-    plain = Execution(execution.attention)
-    policy = execution.checkpointing
-    if policy == "block":
+    if execution.checkpointing == "block":
         return one_layer(config, execution)
-    if policy == "attention":
-        return group("one attention, recomputed", _attention(config, plain), UNIT)
-    if policy == "ffn":
+    if execution.checkpointing == "attention":
+        return group("one attention, recomputed", _attention(config, execution), UNIT)
+    if execution.checkpointing == "ffn":
         return group("one feed-forward, recomputed", _ffn(config), UNIT)
-    if policy == "core" and execution.attention == "unfused":
-        return group("one softmax(QKᵀ)V, recomputed", _scores(), UNIT)
     return None
 
 
-def _norm(name: str, config: ModelConfig, width: Expr, rows: Expr) -> list[Node]:
+def _norm(name: str, config: ModelConfig) -> list[Node]:
     if isinstance(config.norm, NoNorm):
         return []
-    rows_kept = 8 if isinstance(config.norm, LayerNorm) else 4  # mean and 1/σ, or 1/rms
+    per_row = 8 if isinstance(config.norm, LayerNorm) else 4  # mean and 1/σ, or 1/rms
     return [
-        leaf(f"{name} input", 4 * rows * width, note="float32"),
-        leaf(f"{name} statistics", rows_kept * rows),
+        leaf(f"{name} input", 4 * TOKENS * d, note="float32"),
+        leaf(f"{name} statistics", per_row * TOKENS),
     ]
 
 
 def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
-    parts = _norm("norm 1", config, d, TOKENS)
-    parts.append(leaf("Q, K, V inputs", (b_a + 2 * b_c) * TOKENS * d))
+    parts = [leaf("Q, K, V inputs", (b_a + 2 * b_c) * TOKENS * d)]
     if config.attention.qk_norm:
         heads = H + H_kv
         parts.append(leaf("query and key norms", 4 * TOKENS * heads * d_h + 4 * TOKENS * heads))
@@ -109,7 +105,7 @@ def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
         ]
     else:
         parts.append(leaf("Q, K, V", b_s * TOKENS * 3 * H * d_h, note="K, V repeated per head"))
-        parts += [] if execution.checkpointing == "core" else _scores()
+        parts += _scores()
         parts.append(leaf("attention output", b_a * TOKENS * H * d_h))
     copies = b_c * d * d_h * (2 * H + 2 * H_kv)
     return [*parts, leaf("cast weights", copies)]
@@ -124,20 +120,17 @@ def _scores() -> list[Node]:
 
 
 def _ffn(config: ModelConfig) -> list[Node]:
-    norm = _norm("norm 2", config, d, TOKENS)
     if isinstance(config.ffn, MoE):
-        return [*norm, *_moe(config.ffn)]
+        return _moe(config.ffn)
     if isinstance(config.ffn, MLP):
         # ReLU keeps its output, which is the next product's input; the others keep their input too
         kept = 1 if config.ffn.activation == "relu" else 2
         return [
-            *norm,
             leaf("W1 input", b_a * TOKENS * d),
             leaf("hidden", kept * b_a * TOKENS * d_ff),
             leaf("cast weights", b_c * 2 * d * d_ff),
         ]
     return [
-        *norm,
         leaf("W1, W3 inputs", (b_a + b_c) * TOKENS * d),
         leaf("hidden", 4 * b_a * TOKENS * d_ff, note="W1 x, SiLU of it, W3 x, their product"),
         leaf("cast weights", b_c * 3 * d * d_ff),
@@ -163,7 +156,7 @@ def _moe(ffn: MoE) -> list[Node]:
 def _ends(config: ModelConfig, execution: Execution) -> list[Node]:
     parts = []
     if config.norm_placement == "pre":
-        parts += _norm("final norm", config, d, TOKENS)
+        parts += _norm("final norm", config)
     parts += [
         leaf("LM head input", b_a * TOKENS * d),
         leaf("LM head, cast", b_c * V * d),

@@ -25,7 +25,7 @@ from scratchlm.config import MLP, ModelConfig, MoE
 
 UNIT = "FLOP"
 CONVENTIONS = ("full", "causal", "6ND", "hardware")
-CHECKPOINTING = ("none", "core", "attention", "ffn", "block")
+CHECKPOINTING = ("none", "attention", "ffn", "block")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,6 @@ def _recomputation(config: ModelConfig, asked: Work, execution: Execution) -> No
     parts: list[Node] = []
     if execution.checkpointing in ("attention", "block"):
         parts += [projections, attention]
-    if execution.checkpointing == "core" and execution.attention == "unfused":
-        parts.append(attention)
     if execution.checkpointing in ("ffn", "block"):
         parts.append(ffn)
     if execution.attention == "fused":

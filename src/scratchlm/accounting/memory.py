@@ -24,7 +24,7 @@ from scratchlm.accounting.activations import (
     forward_loss,
     loss_temporaries,
     one_layer,
-    recomputed_half,
+    recomputed_part,
     saved_tree,
 )
 from scratchlm.accounting.expr import Expr, Number, total
@@ -102,8 +102,9 @@ def _divided(name: str, value: Number, ranks: int) -> Number:
     if name == "V":  # the last rank's vocabulary may be shorter
         return -(-int(value) // ranks)
     if value % ranks:
+        field = {"H": "num_heads", "H_kv": "num_kv_heads"}.get(name, name)
         raise ValueError(
-            f"tensor parallelism needs {name} divisible by gpus; got {name}={value}, gpus={ranks}"
+            f"tensor parallelism needs {field} divisible by gpus; got {field}={value}, gpus={ranks}"
         )
     return int(value) // ranks
 
@@ -164,7 +165,7 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
         "end": group("at the end of backward", _end(config, setup, always), UNIT),
         "update": group("at the update", [*always, gradients], UNIT),
     }
-    rebuilt = recomputed_half(config, execution)
+    rebuilt = recomputed_part(config, execution)
     if rebuilt is not None:
         head = [] if setup.accumulate else [leaf("gradient of the LM head", b_g * V * d / R)]
         flow = leaf("gradient of the residual stream", (4 + b_a) * TOKENS * d)

@@ -41,9 +41,9 @@ from scratchlm.accounting.symbols import (
 from scratchlm.accounting.work import Work, work
 from scratchlm.config import MLP, ModelConfig, MoE, NoNorm
 
-# What a phase's matmuls multiply the forward's arithmetic and traffic by: the backward of a product
-# is two products of the same size.
-_TIMES = {"training": 3}
+_ATTENTION = {"Q, K, V projections", "attention", "output projection"}
+_FFN = {"W1", "W1, W3", "W2", "router", "experts"}
+_RECOMPUTED = {"attention": _ATTENTION, "ffn": _FFN, "block": _ATTENTION | _FFN}
 
 
 @dataclass(frozen=True)
@@ -94,23 +94,29 @@ def roofline_parts(config: ModelConfig, setup: Setup) -> tuple[list[Part], Work]
     """Return every component's formulas in one phase."""
     phase, execution = setup.phase, setup.execution
     asked = work(config, phase, causal=True, packed=bool(setup.documents))
-    times = _TIMES.get(phase, 1)
-    rows, pairs = asked.rows, asked.pairs
-    decoding = phase == "decode"
-    parts = [
+    parts = _parts(config, asked, execution, 3 if phase == "training" else 1)
+    if phase in ("forward", "training"):
+        passes = 8 if phase == "training" else 4  # over the float32 logits, read or written
+        parts.append(Part("loss", Num(0), 4 * passes * asked.heads * V))
+    if phase == "training":
+        parts.append(_update(setup.optimizer))
+        dropped = _RECOMPUTED.get(execution.checkpointing, set())
+        again = (part for part in _parts(config, asked, execution, 1) if part.name in dropped)
+        parts += [replace(part, name=f"{part.name}, again") for part in again]
+    return parts, asked
+
+
+def _parts(config: ModelConfig, asked: Work, execution: Execution, times: int) -> list[Part]:
+    """Return the components of a forward pass (`times` 1) or of a training step (3)."""
+    rows = asked.rows
+    return [
         _matmul("Q, K, V projections", rows, d, (H + 2 * H_kv) * d_h, L, times),
-        _attention(execution, rows, pairs, decoding, times),
+        _attention(asked, execution, times),
         _matmul("output projection", rows, H * d_h, d, L, times),
         *_ffn(config, rows, times),
         _elementwise(config, rows, times),
         _matmul("LM head", asked.heads, d, V, Num(1), times),
     ]
-    if phase in ("forward", "training"):
-        parts.append(Part("loss", Num(0), (4 + 2 * (times - 1)) * 4 * asked.heads * V))
-    if phase == "training":
-        parts.append(_update(setup.optimizer))
-        parts += _recomputed(config, execution, parts)
-    return parts, asked
 
 
 def _matmul(name: str, rows: Expr, d_in: Expr, d_out: Expr, layers: Expr, times: int) -> Part:
@@ -118,19 +124,19 @@ def _matmul(name: str, rows: Expr, d_in: Expr, d_out: Expr, layers: Expr, times:
     return Part(name, 2 * times * layers * rows * d_in * d_out, times * moved)
 
 
-def _attention(execution: Execution, rows: Expr, pairs: Expr, decoding: bool, times: int) -> Part:
+def _attention(asked: Work, execution: Execution, times: int) -> Part:
     """Fused attention touches Q, K, V and its output only; unfused also the table of scores."""
-    heads = 2 * H * d_h * rows  # queries in, mixtures out
-    keys = 2 * H_kv * d_h * (pairs if decoding else rows)  # decoding reads the cache
-    moved = b_a * L * (heads + keys)
-    flops = 4 * L * pairs * H * d_h
+    decoding = asked.phase == "decode"
+    rows, pairs = asked.rows, asked.pairs
+    keys = pairs if decoding else rows  # decoding reads the cache
+    moved = b_a * L * (2 * H * d_h * rows + 2 * H_kv * d_h * keys)
+    products = 2 * times
     if execution.attention == "unfused" and not decoding:
         # written as scores, read and written by the softmax, read by the second product
-        return Part("attention", times * flops, times * (moved + 16 * L * pairs * H))
-    if times == 3 and execution.attention == "fused":  # five products backward, not four
-        flops = 14 * L * pairs * H * d_h
-        return Part("attention", flops, times * moved)
-    return Part("attention", times * flops, times * moved)
+        moved = moved + 16 * L * pairs * H
+    elif times == 3:
+        products = 7  # the fused backward computes QKᵀ once more
+    return Part("attention", 2 * products * L * pairs * H * d_h, times * moved)
 
 
 def _ffn(config: ModelConfig, rows: Expr, times: int) -> list[Part]:
@@ -160,23 +166,6 @@ def _update(optimizer: str) -> Part:
     states = {"adamw": 2, "sgd": 0, "sgd-momentum": 1, "muon": 1}[optimizer]
     # read gradient and weight, write weight, read and write each state
     return Part("optimizer", Num(0), (b_g + 2 * b_w + 2 * states * b_m) * N_all)
-
-
-def _recomputed(config: ModelConfig, execution: Execution, parts: list[Part]) -> list[Part]:
-    """One more forward of what checkpointing dropped."""
-    halves = {
-        "attention": {"Q, K, V projections", "attention", "output projection"},
-        "ffn": {"W1", "W1, W3", "W2", "router", "experts"},
-    }
-    dropped = {
-        "block": halves["attention"] | halves["ffn"],
-        "attention": halves["attention"],
-        "ffn": halves["ffn"],
-        "core": {"attention"} if execution.attention == "unfused" else set(),
-    }.get(execution.checkpointing, set())
-    again = [part for part in parts if part.name in dropped]
-    third = 1 / Num(3)
-    return [Part(f"{part.name}, again", third * part.flops, third * part.bytes) for part in again]
 
 
 def roofline(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
@@ -243,15 +232,12 @@ def _summed(
     seconds = sum(bound.seconds for bound in bounds)
     env = bindings(config, setup)
     full = float(flops_tree(config, setup.phase, "full").value(env))
+    peak = machine.peak_name(setup.precision)
     return Roofline(
         phase=setup.phase,
         machine=machine.name,
         parts=tuple(bounds),
         seconds=seconds,
         tokens=tokens,
-        mfu=Mfu(full / seconds / machine.peak(setup.precision), "full", _peak(machine, setup)),
+        mfu=Mfu(full / seconds / machine.peak(setup.precision), "full", peak),
     )
-
-
-def _peak(machine: Machine, setup: Setup) -> str:
-    return machine.peak_name(setup.precision)

@@ -55,7 +55,7 @@ def summarize(
         parameters=counts.unique,
         active=counts.active,
         flops=item.value,
-        shares=component_shares(item) if convention != "6ND" else {},
+        shares=component_shares(item),
         training_bytes=max(held.moments.values()),
         serving_bytes=peak_bytes(config, setup, serving=True),
         kv_bytes_per_token=held.kv_cache_per_token,
@@ -64,19 +64,20 @@ def summarize(
 
 
 def component_shares(tree: Item) -> dict[str, float]:
-    """Return every component's share of a tree of FLOPs."""
+    """Return every component's share of a tree of FLOPs (none under 6ND, which knows no parts)."""
     sums = dict.fromkeys(COMPONENTS, 0.0)
+    belongs = {**{name: name for name in COMPONENTS}, "QKᵀ again": "attention"}
 
     def add(item: Item, times: Number) -> None:
-        if item.name in sums:
-            sums[item.name] += float(item.value * times)
+        if item.name in belongs:
+            sums[belongs[item.name]] += float(item.value * times)
         else:
             for child in item.children:
                 add(child, times * item.times)
 
     add(tree, 1)
     whole = float(tree.value)
-    return {name: value / whole for name, value in sums.items()}
+    return {name: value / whole for name, value in sums.items()} if any(sums.values()) else {}
 
 
 def sweep(

@@ -9,15 +9,21 @@ why the reference path is compared, whose every product is a plain matmul.
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from scratchlm.accounting.expr import Number
 from scratchlm.accounting.flops import flops_tree
 from scratchlm.accounting.items import Item, evaluate
+from scratchlm.accounting.machines import Machine
 from scratchlm.accounting.memory import memory
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.accounting.setup import Setup, bindings
@@ -174,6 +180,10 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     with torch.device(device):
         model = TransformerLM(config, ops=ops, dtype=low)
         ids = torch.zeros(int(env["B"]), int(env["S"]), dtype=torch.long)
+    parts = {"block": "", "attention": "attn", "ffn": "ffn"}
+    recomputed = [parts[p] for p in parts if p == setup.execution.checkpointing]
+    for module in (layer.get_submodule(part) for layer in model.layers for part in recomputed):
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -184,3 +194,45 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return torch.cuda.max_memory_allocated()
+
+
+def measure_machine() -> Machine:
+    """Measure this machine: its matmul rate in float32 and bfloat16, and its copy bandwidth."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        memory_bytes = torch.cuda.mem_get_info()[1]
+        name = torch.cuda.get_device_name()
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = f"this machine ({torch.get_num_threads()} threads)"
+    size = 8192 if device == "cuda" else 1024
+    half = _matmul_rate(size, torch.bfloat16, device)
+    copied = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(copied)
+    seconds = _fastest(lambda: target.copy_(copied), device)
+    return Machine(
+        name=name,
+        memory=memory_bytes,
+        bandwidth=2 * copied.nbytes / seconds,
+        bf16=half,
+        fp16=half,
+        fp32=_matmul_rate(size, torch.float32, device),
+        measured=True,
+    )
+
+
+def _matmul_rate(size: int, dtype: torch.dtype, device: str) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: a @ b, device)
+
+
+def _fastest(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """Return the seconds of the fastest of a few runs, after one to warm up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

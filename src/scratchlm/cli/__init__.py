@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from scratchlm import __version__
-from scratchlm.cli import config, prepare
+from scratchlm.cli import account, config, interop, prepare, tokenizer
 from scratchlm.errors import ScratchLMError
 
 app = typer.Typer(
@@ -25,7 +25,10 @@ app = typer.Typer(
 )
 
 config.register(app)
+tokenizer.register(app)
 prepare.register(app)
+account.register(app)
+interop.register(app)
 
 _show_traceback = False
 

@@ -1,0 +1,269 @@
+"""`scratchlm account`: what a model costs before it is run, every number with its formula."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scratchlm.accounting import Machine, Setup, Summary
+    from scratchlm.config import ModelConfig
+
+DEFAULT_GPU = "h100-sxm"
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("account")(account)
+
+
+def account(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="A preset, a .toml or .json config, a Hugging Face config.json, or a checkpoint.",
+            metavar="MODEL...",
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Sequences on each GPU.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; default: the model's context.")
+    ] = None,
+    phase: Annotated[
+        str,
+        typer.Option(help="forward, training, prefill, decode, generation or generation-no-cache."),
+    ] = "forward",
+    prompt: Annotated[int | None, typer.Option(help="Tokens in the prompt.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate.")] = None,
+    cache: Annotated[int | None, typer.Option(help="Tokens cached at a decode step.")] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="Lengths of documents packed into a sequence: 512,512.")
+    ] = None,
+    convention: Annotated[str, typer.Option(help="full, causal, 6ND or hardware.")] = "full",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16-mixed or bf16.")] = "bf16-mixed",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, sgd-momentum or muon.")] = "adamw",
+    checkpointing: Annotated[
+        str, typer.Option(help="What is recomputed: none, attention, ffn or block.")
+    ] = "none",
+    attention: Annotated[str, typer.Option(help="fused or unfused.")] = "fused",
+    loss: Annotated[str, typer.Option(help="fused or unfused.")] = "unfused",
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Gradients live from step to step.")
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option(help="A GPU by name, or `this` to measure this machine.")
+    ] = DEFAULT_GPU,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
+    parallel: Annotated[str, typer.Option(help="none, ddp, fsdp or tp.")] = "none",
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to train on: 300B; default: 20 per parameter.")
+    ] = None,
+    mfu: Annotated[float, typer.Option(help="Model FLOPs utilisation of the training run.")] = 0.4,
+    price: Annotated[float | None, typer.Option(help="Dollars per GPU-hour.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Put several MODELs side by side.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="Vary one size: context_length=1024..131072 doubles it.")
+    ] = None,
+    fits: Annotated[
+        str | None, typer.Option(help="The largest batch, context and model in a memory: 24GiB.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with the real model, built without memory.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this file (.png, .svg).")] = None,
+) -> None:
+    """Say what a model costs before it is run: parameters, FLOPs, memory, time and money."""
+    from scratchlm.accounting import CONVENTIONS, Execution, Setup
+    from scratchlm.cli.account_models import find_model, parse_count, parse_lengths
+
+    asked = [name for name, wanted in (("--json", json), ("--csv", csv)) if wanted]
+    if len(asked) > 1:
+        raise ValueError("--json and --csv exclude each other")
+    if convention not in CONVENTIONS:
+        raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
+    if len(models) > 1 and not compare:
+        raise ValueError(f"several models need --compare; got {' '.join(models)}")
+    setup = Setup(
+        phase=phase,
+        batch=batch,
+        context=context,
+        documents=parse_lengths(documents) if documents else (),
+        prompt=prompt,
+        cache=cache,
+        new_tokens=new_tokens,
+        precision=dtype,
+        optimizer=optimizer,
+        execution=Execution(attention=attention, loss=loss, checkpointing=checkpointing),
+        accumulate=accumulate,
+        parallel=_parallel(parallel, gpus),
+        gpus=gpus,
+    )
+    configs = {name: find_model(name) for name in models}
+    money = {"tokens": parse_count(tokens) if tokens else None, "mfu": mfu, "price": price}
+    output = "json" if json else "csv" if csv else "table"
+    name, config = next(iter(configs.items()))
+    if verify:
+        _verify(config, setup)
+    elif compare or sweep:
+        first, rows = _rows(configs, setup, sweep, convention, _machine(gpu))
+        _show_rows(first, rows, output, plot)
+    elif fits:
+        _fits(name, config, setup, fits, output)
+    else:
+        _show(name, config, setup, convention, _machine(gpu), money, output, plot)
+
+
+def _parallel(parallel: str, gpus: int) -> str:
+    """Several GPUs without a word on how are data-parallel."""
+    return "ddp" if parallel == "none" and gpus > 1 else parallel
+
+
+def _machine(name: str) -> Machine:
+    from scratchlm.accounting import machine
+
+    if name != "this":
+        return machine(name)
+    from scratchlm.accounting.verify import measure_machine
+
+    return measure_machine()
+
+
+def _console() -> Console:
+    """Return a console; where nobody looks, wide enough for every column."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=160, highlight=False)
+
+
+def _show(
+    name: str,
+    config: ModelConfig,
+    setup: Setup,
+    convention: str,
+    machine: Machine,
+    money: dict[str, Any],
+    output: str,
+    plot: Path | None,
+) -> None:
+    from scratchlm import accounting
+    from scratchlm.cli import account_output, account_tables
+
+    result = accounting.account(config, setup, machine=machine, convention=convention, **money)
+    if plot is not None:
+        account_output.plot_account(name, result, convention, plot)
+    if output == "json":
+        typer.echo(account_output.account_json(result))
+    elif output == "csv":
+        typer.echo(account_output.account_csv(result), nl=False)
+    else:
+        console = _console()
+        account_tables.print_header(console, name, config)
+        console.print()
+        account_tables.print_parameters(console, result.parameters)
+        account_tables.print_flops(console, result, convention)
+        learns = setup.phase in ("forward", "training")
+        if learns:
+            account_tables.print_training_memory(console, result)
+        account_tables.print_serving_memory(console, result)
+        if result.roofline is not None:
+            account_tables.print_roofline(console, result.roofline)
+        if result.training is not None and learns:
+            account_tables.print_training(console, result.training)
+    if plot is not None:
+        typer.echo(f"wrote {plot}", err=True)
+
+
+def _rows(
+    configs: dict[str, ModelConfig],
+    setup: Setup,
+    sweep: str | None,
+    convention: str,
+    machine: Machine,
+) -> tuple[str, list[Summary]]:
+    from scratchlm import accounting
+
+    if sweep is None:
+        rows = [
+            accounting.summarize(name, config, setup, convention, machine)
+            for name, config in configs.items()
+        ]
+        return "model", rows
+    if len(configs) > 1:
+        raise ValueError("--sweep takes one model; got several")
+    field, values = accounting.parse_sweep(sweep)
+    config = next(iter(configs.values()))
+    return field, accounting.sweep(config, setup, field, values, convention, machine)
+
+
+def _show_rows(first: str, rows: list[Summary], output: str, plot: Path | None) -> None:
+    from scratchlm.cli import account_output, account_tables
+
+    if plot is not None:
+        account_output.plot_summaries(first, rows, plot)
+    if output == "json":
+        typer.echo(account_output.summaries_json(rows))
+    elif output == "csv":
+        typer.echo(account_output.summaries_csv(first, rows), nl=False)
+    else:
+        title = "Models side by side" if first == "model" else f"Sweep of {first}"
+        account_tables.print_summaries(_console(), title, first, rows)
+    if plot is not None:
+        typer.echo(f"wrote {plot}", err=True)
+
+
+def _fits(name: str, config: ModelConfig, setup: Setup, memory: str, output: str) -> None:
+    import json
+
+    from scratchlm import accounting
+    from scratchlm.cli import account_tables
+    from scratchlm.cli.account_models import parse_bytes
+    from scratchlm.config import to_dict
+
+    wanted = parse_bytes(memory)
+    answers = {
+        "training": accounting.fits(config, setup, wanted),
+        "serving": accounting.fits(config, setup, wanted, serving=True),
+    }
+    if output == "json":
+        table = {
+            kind: {
+                **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
+                "model": None if found.model is None else to_dict(found.model),
+            }
+            for kind, found in answers.items()
+        }
+        typer.echo(json.dumps(table, indent=2))
+        return
+    if output == "csv":
+        typer.echo("kind,memory,needed,batch,context,parameters")
+        for kind, f in answers.items():
+            typer.echo(f"{kind},{f.memory},{f.needed},{f.batch},{f.context},{f.parameters}")
+        return
+    console = _console()
+    account_tables.print_header(console, name, config)
+    console.print()
+    account_tables.print_fits(console, answers)
+
+
+def _verify(config: ModelConfig, setup: Setup) -> None:
+    """Print every comparison; exit 1 where one does not hold."""
+    import torch
+
+    from scratchlm.accounting.verify import CANNOT_SEE, verify
+    from scratchlm.cli import account_tables
+
+    console = _console()
+    checks = verify(config, setup)
+    account_tables.print_checks(console, checks, CANNOT_SEE, torch.cuda.is_available())
+    if not all(check.holds for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,66 @@
+"""What `scratchlm account` is asked about: a model by name or by file, and sizes in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from scratchlm.config import ModelConfig, from_dict, load_config, preset
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def find_model(name: str) -> ModelConfig:
+    """Read a preset, a TOML or JSON config, a Hugging Face config.json, or a directory of one."""
+    path = Path(name)
+    if path.is_dir():
+        return _read_json(path / "config.json")
+    if path.suffix == ".toml":
+        return load_config(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    return preset(name)
+
+
+def _read_json(path: Path) -> ModelConfig:
+    """Read our config, or, where it names a model_type, a Hugging Face one."""
+    try:
+        table: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    try:
+        if isinstance(table, dict) and ("model_type" in table or "architectures" in table):
+            from scratchlm.interop import from_hf_config
+
+            return from_hf_config(table)
+        return from_dict(table)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_bytes(text: str) -> int:
+    """Read a memory: `24GiB`, `80GB`, `512MiB`, or plain bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"a memory is a number with GiB, GB, MiB or MB; got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_count(text: str) -> int:
+    """Read a number of tokens: `300B`, `1.5T`, `20_000_000`, `1e9`."""
+    found = re.fullmatch(r"\s*([\d_]+(?:\.\d+)?(?:e\d{1,2})?)\s*([kKmMbBtT]?)\s*", text)
+    if found is None:
+        raise ValueError(f"a number of tokens is like 300B, 1.5T or 20_000_000; got {text!r}")
+    return int(float(found[1]) * _COUNTS[found[2].lower()])
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Read the lengths of packed documents: `512,256,256`."""
+    if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+        raise ValueError(f"documents are lengths with commas between them; got {text!r}")
+    return tuple(int(length) for length in text.split(","))
