@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scratchlm.config import default_d_ff
 from scratchlm.ops import Ops, get_ops
+from scratchlm.ops.ranges import check_range
 
 
 def _check_width(x: Tensor, expected: int, name: str) -> None:
@@ -102,29 +103,13 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         """Look every id up."""
-        check_ids(token_ids, len(self.weight), "token id")
+        check_range(token_ids, len(self.weight), "token id")
         return self.ops.embedding(token_ids, self.weight, self.padding_id)
 
     def extra_repr(self) -> str:
         """Say the sizes in `print(model)`."""
         rows, width = self.weight.shape
         return f"num_embeddings={rows}, embedding_dim={width}"
-
-
-def check_ids(ids: Tensor, limit: int, what: str) -> None:
-    """Refuse ids outside [0, limit), where looking costs nothing: on the CPU, uncompiled.
-
-    On an accelerator a look would wait for the device; there `TransformerLM` keeps the lookup in
-    range and marks the outcome instead (see `model/transformer.py`).
-    """
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"{what}s must be whole numbers; got {ids.dtype}")
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
-        return
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= limit:
-        worst = low if low < 0 else high
-        raise ValueError(f"{what} must lie in [0, {limit}); got {worst}")
 
 
 class RMSNorm(nn.Module):
@@ -270,5 +255,5 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, positions: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         """Look every position up."""
-        check_ids(positions, self.max_seq_len, "position")
+        check_range(positions, self.max_seq_len, "position")
         return self.table[positions]

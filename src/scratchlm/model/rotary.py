@@ -24,8 +24,8 @@ from scratchlm.config import (
     RopeScaling,
     YarnScaling,
 )
-from scratchlm.model.layers import check_ids
 from scratchlm.ops import Ops, get_ops
+from scratchlm.ops.ranges import check_range
 
 Layout = Literal["interleaved", "half"]
 
@@ -144,7 +144,7 @@ class RotaryEmbedding(nn.Module):
         return self._look_up(places, over_heads=places.ndim > 1)
 
     def _look_up(self, places: Tensor, over_heads: bool) -> Rotation:
-        check_ids(places, self.max_seq_len, "position")
+        check_range(places, self.max_seq_len, "position")
         cos, sin = self.cos[places], self.sin[places]
         if over_heads:
             cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)

@@ -4,12 +4,9 @@
     x = x + Attention(Norm(x));  x = x + FFN(Norm(x))        num_layers times
     logits = W_head Norm(x)
 
-Token ids outside the vocabulary would poison a GPU: an out-of-range lookup there is a fault that
-ends the process's use of the device. On the CPU ids are simply checked. On an accelerator (and
-inside a compiled graph) looking would cost a synchronisation in every step, so the lookup is kept
-in range, and every channel of an offending token is set to NaN: nothing faults, nothing waits, and
-the loss shows it at the next reading. Callers whose ids start on the CPU (data, prompts) check
-them there.
+Token ids are checked where they enter, on the CPU. On an accelerator a check would wait for the
+device in every step; there an id outside the vocabulary is kept from the lookup and its token set
+to NaN (`ops/ranges.py`), so that nothing faults, nothing waits, and the loss shows it.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from scratchlm.model.block import TransformerBlock, make_norm, make_rope
 from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
+from scratchlm.ops.ranges import keep_in_range
 
 
 class Transformer(nn.Module):
@@ -107,9 +105,9 @@ class Transformer(nn.Module):
         self, token_ids: Tensor, places: Tensor | slice
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | slice]:
         """Look the tokens and their positions up; return them, and positions safe to look up."""
-        ids, wrong = _keep_in_range(token_ids, self.config.vocab_size)
+        ids, wrong = keep_in_range(token_ids, self.config.vocab_size)
         if isinstance(places, Tensor):
-            places, misplaced = _keep_in_range(places, self.config.context_length)
+            places, misplaced = keep_in_range(places, self.config.context_length)
             wrong = wrong if misplaced is None or wrong is None else wrong | misplaced
         x = self.token_embeddings(ids)
         if self.position_embeddings is not None:
@@ -171,17 +169,6 @@ def _places(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Te
     if mask.documents is not None:
         return _positions_in_document(mask.documents)
     return slice(mask.start, mask.start + token_ids.shape[1])
-
-
-def _keep_in_range(index: Tensor, limit: int) -> tuple[Tensor, Tensor | None]:
-    """Return an index that is safe to look up, and where it had to be changed.
-
-    On the CPU nothing is changed: the lookup itself checks, and raises.
-    """
-    if index.device.type == "cpu" and not torch.compiler.is_compiling():
-        return index, None
-    safe = index.clamp(0, limit - 1)
-    return safe, safe != index
 
 
 def _positions_in_document(documents: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:

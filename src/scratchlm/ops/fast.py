@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
+from scratchlm.ops.ranges import can_look, counted_targets
 from scratchlm.ops.reference import route
 from scratchlm.ops.routing import Routed
 
@@ -70,12 +71,15 @@ def cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """Mean of log Σ exp(logits) − logits[target] over the targets that count."""
+    index, counts, wrong = counted_targets(logits, targets, ignore_index)
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    rows, labels = wide.reshape(-1, wide.shape[-1]), targets.reshape(-1)
-    total = F.cross_entropy(rows, labels, ignore_index=ignore_index, reduction="sum")
-    counts = labels != ignore_index
+    rows, counts = wide.reshape(-1, wide.shape[-1]), counts.reshape(-1)
+    labels = index.reshape(-1).masked_fill(~counts, -100)
+    total = F.cross_entropy(rows, labels, ignore_index=-100, reduction="sum")
     if z_loss:
         total = total + z_loss * rows.logsumexp(-1).masked_fill(~counts, 0.0).pow(2).sum()
+    if wrong is not None:
+        total = total.masked_fill(wrong.any(), torch.nan)
     return total if reduction == "sum" else total / counts.sum().clamp(min=1)
 
 
@@ -176,8 +180,9 @@ def moe(
     probabilities, weights, experts = route(tokens, router, experts_per_token, renormalize)
     order = experts.flatten().argsort(stable=True)  # (tokens · chosen)
     token = order // experts_per_token
-    load = experts.flatten().bincount(minlength=len(w1))
-    ends = load.cumsum(0).to(torch.int32)
+    load = torch.zeros(len(w1), dtype=torch.int32, device=x.device)
+    load = load.index_add(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
+    ends = load.cumsum(0, dtype=torch.int32)
     block = tokens[token]  # each expert's tokens, one expert after the other
     hidden = F.silu(_per_expert(block, w1, ends)) * _per_expert(block, w3, ends)
     answer = _per_expert(hidden, w2, ends) * weights.flatten()[order, None]
@@ -186,16 +191,29 @@ def moe(
 
 
 def _per_expert(block: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(block.device.type):
-        low = torch.get_autocast_dtype(block.device.type)
+    device = block.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
         block, weight = block.to(low), weight.to(low)
-    if _can_group(block) and _can_group(weight):
+    if _can_group(block, weight):
         return F.grouped_mm(block, weight.transpose(-2, -1), offs=ends)
-    parts = block.tensor_split(ends[:-1].cpu())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight, strict=True)])
+    if can_look(ends):
+        parts = block.tensor_split(ends[:-1].long())
+        return torch.cat(
+            [F.linear(part, matrix) for part, matrix in zip(parts, weight, strict=True)]
+        )
+    # Nobody to ask how long the parts are: each expert sees the whole block, and keeps its rows.
+    row = torch.arange(len(block), device=block.device)[:, None]
+    out = block.new_zeros(len(block), weight.shape[1])
+    for end, matrix in zip(reversed(ends.unbind()), reversed(weight.unbind()), strict=True):
+        out = torch.where(row < end, F.linear(block, matrix), out)
+    return out
 
 
-def _can_group(x: Tensor) -> bool:
+def _can_group(block: Tensor, weight: Tensor) -> bool:
     """Whether the grouped product takes this dtype, with rows that start on 16 bytes."""
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return known and x.shape[-1] * x.element_size() % 16 == 0
+    kinds = {torch.bfloat16}
+    if can_look(block):  # neither traced nor on another device, where it takes bfloat16 alone
+        kinds |= {torch.float32, torch.float16}
+    aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[-2:])
+    return block.dtype in kinds and aligned

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
+from scratchlm.ops.ranges import counted_targets
 from scratchlm.ops.routing import Routed
 
 
@@ -146,13 +147,14 @@ def cross_entropy(
     `z_loss` · (log Σ exp(logits))² keeps the normaliser near 1 (arXiv:2204.02311, section 5). With
     no target that counts the loss is 0.
     """
-    counts = targets != ignore_index
-    index = targets.masked_fill(~counts, 0)
+    index, counts, wrong = counted_targets(logits, targets, ignore_index)
     normaliser = log_sum_exp(logits)  # (*batch)
     chosen = _widen(logits).gather(-1, index[..., None]).squeeze(-1)
     losses = normaliser - chosen
     if z_loss:
         losses = losses + z_loss * normaliser.pow(2)
+    if wrong is not None:
+        losses = losses.masked_fill(wrong, math.nan)
     total = losses.masked_fill(~counts, 0.0).sum()
     return total if reduction == "sum" else total / counts.sum().clamp(min=1)
 

@@ -1,0 +1,52 @@
+"""Indices that must lie in a range: refused where one can look, kept harmless where one cannot.
+
+An index outside its table is an error on the CPU and a fault that ends the use of the device on a
+GPU. On the CPU we look, and refuse. On an accelerator a look would wait for the device in every
+step, and inside a compiled graph there is nobody to ask: there the index is clamped before the
+lookup, and the caller marks what it touches with NaN, which the next reading of the loss shows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def can_look(index: Tensor) -> bool:
+    """Whether the values can be read here and now at no cost."""
+    return index.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_range(index: Tensor, limit: int, what: str) -> None:
+    """Refuse what is not a whole number, and values outside [0, limit) where one can look."""
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(f"{what}s must be whole numbers; got {index.dtype}")
+    if not can_look(index) or not index.numel():
+        return
+    low, high = (int(bound) for bound in index.aminmax())
+    if low < 0 or high >= limit:
+        raise ValueError(f"{what} must lie in [0, {limit}); got {low if low < 0 else high}")
+
+
+def keep_in_range(index: Tensor, limit: int) -> tuple[Tensor, Tensor | None]:
+    """Return an index that is safe to look up, and where it had to be changed (None: nowhere)."""
+    if can_look(index):
+        return index, None
+    safe = index.clamp(0, limit - 1)
+    return safe, safe != index
+
+
+def counted_targets(
+    logits: Tensor, targets: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return targets safe to look up, which of them count, and which were out of range."""
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            "targets must have the shape of the logits without the last dimension, "
+            f"{tuple(logits.shape[:-1])}; got {tuple(targets.shape)}"
+        )
+    counts = targets != ignore_index
+    index = targets.masked_fill(~counts, 0)
+    check_range(index, logits.shape[-1], "target")
+    index, wrong = keep_in_range(index, logits.shape[-1])
+    return index, counts, wrong
