@@ -94,12 +94,8 @@ def summaries_csv(first: str, rows: list[Summary]) -> str:
 
 # Plots
 
-_COLOURS = [
-    f"#{code}" for code in ["4477AA", "EE6677", "228833", "CCBB44", "66CCEE", "AA3377", "BBBBBB"]
-]
-_COLOURS += [
-    f"#{code}" for code in ["222255", "EE8866", "44BB99", "FFAABB", "99DDFF", "AAAA00", "77AADD"]
-]
+_COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB"]
+_COLOURS += ["#222255", "#EE8866", "#44BB99", "#FFAABB", "#99DDFF", "#AAAA00", "#77AADD"]
 
 
 def plot_account(name: str, result: Account, convention: str, path: Path) -> None:

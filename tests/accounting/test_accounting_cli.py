@@ -1,0 +1,234 @@
+"""`scratchlm account` as a person uses it, and the page in docs."""
+
+import csv
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from scratchlm.cli import app
+from scratchlm.cli.account_models import find_model, parse_bytes, parse_count
+from scratchlm.cli.account_tables import human, seconds_text
+from scratchlm.config import preset, to_json, to_toml
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["account", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(*arguments):
+    result = CliRunner().invoke(app, ["account", *arguments])
+    assert isinstance(result.exception, ValueError | TypeError | OSError), result.output
+    return str(result.exception)
+
+
+def test_the_worked_answer_stands_in_the_tables():
+    text = run("gpt2-xl")
+    for number in (
+        "2,127,057,600",
+        "8.51 GB",
+        "20,971,520,000",
+        "6,710,886,400",
+        "62,914,560,000",
+        "90,596,966,400",
+        "4,348,654,387,200",
+        "164,682,137,600",
+        "4,513,336,524,800",
+    ):
+        assert number in text
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gpt2-xl", "--phase", "training", "--batch", "8", "--checkpointing", "block"],
+        ["qwen3-30b-a3b", "--phase", "decode"],
+        ["--compare", "gpt2", "llama3-8b", "qwen3-30b-a3b"],
+        ["gpt2-xl", "--fits", "24GiB"],
+        ["gpt2", "--phase", "generation", "--convention", "causal"],
+    ],
+    ids=lambda a: a[0] if isinstance(a, list) else a,
+)
+def test_tables_fit_the_terminal_and_cut_nothing(arguments, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    text = run(*arguments)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= int(columns)
+
+
+def test_json_holds_every_item_with_its_formula():
+    table = json.loads(run("gpt2-xl", "--json", "--gpu", "h200"))
+    assert table["parameters"]["unique"] == 2_127_057_600
+    forward = table["flops"]["full"]
+    assert forward["value"] == 4_513_336_524_800
+    layers = forward["children"][0]
+    assert layers["times"] == 48
+    assert layers["children"][1]["symbols"] == "4·B·S²·H·d_h"
+    assert table["roofline"]["machine"] == "h200"
+    assert table["training_run"]["mfu"]["peak"].startswith("h200 bf16")
+
+
+def test_csv_rows_sum_up():
+    rows = list(csv.DictReader(io.StringIO(run("gpt2-xl", "--csv"))))
+    full = {row["item"]: row for row in rows if row["section"] == "flops full"}
+    parts = int(full["forward/layers"]["value"]) + int(full["forward/LM head"]["value"])
+    assert parts == int(full["forward"]["value"])
+
+
+def test_a_sweep_as_csv_has_plain_numbers():
+    text = run("gpt2-xl", "--sweep", "context_length=1024..131072", "--csv")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [int(row["context_length"]) for row in rows] == [1024 * 2**n for n in range(8)]
+    assert float(rows[4]["share attention"]) == pytest.approx(0.552, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["gpt2"], ["--compare", "gpt2", "gpt2-xl"], ["gpt2", "--sweep", "batch=1..8"]]
+)
+@pytest.mark.parametrize("convention", ["full", "6ND"])
+def test_plots_are_drawn(arguments, convention, tmp_path):
+    run(*arguments, "--plot", str(tmp_path / "x.png"), "--convention", convention)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_verify_prints_equal_numbers():
+    text = run("gpt2", "--verify", "--context", "64")
+    assert text.count("equal") == 14
+    assert "grouped matmuls of experts" in text
+
+
+# Which model
+
+
+def test_a_model_comes_from_a_preset_a_file_or_a_directory(tmp_path):
+    gpt2 = preset("gpt2")
+    (tmp_path / "a.toml").write_text(to_toml(gpt2))
+    (tmp_path / "config.json").write_text(to_json(gpt2))
+    for name in ("gpt2", tmp_path / "a.toml", tmp_path / "config.json", tmp_path):
+        assert find_model(str(name)) == gpt2
+
+
+def test_a_hugging_face_config_needs_no_weights(tmp_path):
+    from transformers import Qwen3Config
+
+    theirs = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+    theirs.save_pretrained(tmp_path)
+    table = json.loads(run(str(tmp_path / "config.json"), "--json"))
+    assert table["parameters"]["unique"] == 596_049_920
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "must be a table"),
+        ('{"vocab_size": 5}', "missing config key: context_length"),
+        ('{"model_type": "gpt2"}', "n_embd is missing"),
+        ('{"model_type": "bert"}', "model_type must be one of"),
+        ('{"vocab_size": -1, "context_length": 1, "d_model": 1, "num_layers": 1, "num_heads": 1}',
+         "vocab_size must lie between"),
+    ],
+)  # fmt: skip
+def test_a_malformed_config_names_its_key(content, says, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    message = refusal(str(path))
+    assert says in message
+    assert "config.json" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["gtp2"], "did you mean 'gpt2'"),
+        (["gpt2", "gpt2-xl"], "several models need --compare"),
+        (["gpt2", "--phase", "x"], "phase must be one of"),
+        (["gpt2", "--convention", "x"], "convention must be one of"),
+        (["gpt2", "--dtype", "int3"], "precision must be one of"),
+        (["gpt2", "--batch", "0"], "batch must lie between"),
+        (["gpt2", "--gpu", "h300"], "did you mean"),
+        (["gpt2", "--gpus", "0"], "gpus must lie between"),
+        (["gpt2", "--fits", "24XB"], "a memory is a number"),
+        (["gpt2", "--fits", "0GiB"], "greater than 0"),
+        (["gpt2", "--tokens", "many"], "a number of tokens"),
+        (["gpt2", "--mfu", "1.5"], "mfu must lie"),
+        (["gpt2", "--sweep", "colour=1..2"], "a sweep is"),
+        (["gpt2", "--documents", "1,2"], "documents must fill"),
+        (["gpt2", "--documents", "a"], "documents are lengths"),
+        (["gpt2", "--plot", "x.tiff3"], "a plot must end"),
+        (["gpt2", "--json", "--csv"], "exclude each other"),
+        (["gpt2", "--checkpointing", "x"], "checkpointing must be one of"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says):
+    message = refusal(*arguments)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_an_error_is_one_line_on_stderr_and_status_2():
+    command = [sys.executable, "-c", "from scratchlm.cli import main; main()", "account", "gpt3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: unknown preset 'gpt3'; did you mean")
+    assert done.stderr.count("\n") == 1
+
+
+def test_accounting_needs_neither_torch_nor_numpy():
+    code = (
+        "import sys; from scratchlm.accounting import account; from scratchlm.config import preset;"
+        "account(preset('llama3-8b'), machine='h200', phase='training');"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'rich', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sizes_in_words():
+    assert parse_bytes("24GiB") == 24 * 2**30
+    assert parse_bytes("80 GB") == 80 * 10**9
+    assert parse_bytes("512") == 512
+    assert parse_count("300B") == 300 * 10**9
+    assert parse_count("1.5T") == 15 * 10**11
+    assert parse_count("1e9") == parse_count("1_000_000_000") == 10**9
+    assert human(4_513_336_524_800) == "4.51 T"
+    assert human(8 * 2**30, "bytes") == "8 GiB"
+    assert human(0) == "0"
+    assert seconds_text(0.0032) == "3.2 ms"
+    assert seconds_text(20 * 86_400) == "20.0 days"
+
+
+# The page
+
+
+def test_the_page_in_docs_is_what_the_tool_writes():
+    spec = importlib.util.spec_from_file_location("make_accounting", DOCS / "make_accounting.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert (DOCS / "accounting.md").read_text(encoding="utf-8") == make.page()
+    for picture in ("family", "contexts", "gpt2-xl"):
+        assert (DOCS / "accounting" / f"{picture}.png").exists()
