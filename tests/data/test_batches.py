@@ -103,6 +103,17 @@ def test_a_second_plain_implementation_gives_the_same_batch(
         assert batch.targets[row].tolist() == targets
 
 
+@pytest.mark.parametrize("g", [0, 4093, 4095, 4096, 8190, 9996, 9999, 10_000, 14_094])
+def test_the_order_does_not_notice_how_it_is_computed_in_stretches(make_file, g):
+    ids = [i % 60_000 for i in range(30_001)]  # 10,000 windows of 3
+    batches = Batches(make_file(ids), 3, 1, seed=77)
+    eight_rows = Batches(make_file(ids), 3, 8, seed=77).batch(g // 8)
+    assert batches.batch(g).inputs[0].tolist() == naive_row(ids, None, 3, 77, g)[0]
+    for row in range(8):
+        expected = naive_row(ids, None, 3, 77, g // 8 * 8 + row)
+        assert (eight_rows.inputs[row].tolist(), eight_rows.targets[row].tolist()) == expected
+
+
 def test_the_batch_is_frozen(make_file):
     # Written down once from the plain implementation: another machine must see these very ids.
     batch = Batches(make_file(range(1000)), 6, 2, seed=42).batch(123)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from scratchlm.data.permutation import derive_key, permute
 from scratchlm.data.prefetch import prefetch
 from scratchlm.data.token_file import TokenFile
 
+STRETCH = 4096
 IGNORE_INDEX = -100  # what cross-entropy leaves out
 _ORDER, _OFFSET = 1, 2  # what a key is derived for
 
@@ -185,6 +187,19 @@ class Batches(_Windows):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be in 0 … 2^64−1; got {seed}")
         self.seed = seed
+        # Recent stretches of the order: one call for many places costs little more than for one.
+        self._stretch = lru_cache(maxsize=4)(self._compute_stretch)
+
+    def _compute_stretch(self, epoch: int, number: int) -> np.ndarray:
+        places = np.arange(number * STRETCH, min((number + 1) * STRETCH, self.num_windows))
+        return permute(places, self.num_windows, derive_key(self.seed, epoch, _ORDER))
+
+    def _order(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """Return which windows stand at places first … last of an epoch."""
+        numbers = range(first // STRETCH, last // STRETCH + 1)
+        order = np.concatenate([self._stretch(epoch, number) for number in numbers])
+        before = numbers[0] * STRETCH
+        return order[first - before : last - before + 1]
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of the batch at `step`."""
@@ -193,9 +208,9 @@ class Batches(_Windows):
         starts, live = np.empty_like(index), np.empty_like(index)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             mine = epochs == epoch
-            order = derive_key(self.seed, epoch, _ORDER)
+            order = self._order(epoch, int(places[mine][0]), int(places[mine][-1]))
             offset = derive_key(self.seed, epoch, _OFFSET) % self.num_transitions
-            first = permute(places[mine], self.num_windows, order) * self.context_length
+            first = order * self.context_length
             starts[mine] = (first + offset) % self.num_transitions
             live[mine] = self.num_transitions - first
         return self._cut(starts, live)
