@@ -1,10 +1,16 @@
 """Inference: load a model by name, generate with it, talk to it, look into it."""
 
+from scratchlm.inference.beam import Beam, beam_search
+from scratchlm.inference.chat import FORMATS, ChatFormat, Message, chat_format
 from scratchlm.inference.decoding import decode_one_token, generate, prefill, stream
+from scratchlm.inference.inspect import Candidate, attention_weights, next_tokens
+from scratchlm.inference.loading import Loaded, load_model
 from scratchlm.inference.rows import Generation, Piece, TokenLogprob
 from scratchlm.inference.sampling import GREEDY, Sampling, Seen, filtered, sample, uniform
 
 __all__ = [
+    "load_model",
+    "Loaded",
     "generate",
     "stream",
     "Generation",
@@ -18,4 +24,13 @@ __all__ = [
     "filtered",
     "uniform",
     "Seen",
+    "beam_search",
+    "Beam",
+    "next_tokens",
+    "Candidate",
+    "attention_weights",
+    "FORMATS",
+    "ChatFormat",
+    "Message",
+    "chat_format",
 ]

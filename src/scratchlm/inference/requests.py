@@ -31,7 +31,7 @@ def make_rows(
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; got none")
     ids = prompt_rows(prompts, tokenizer, config.vocab_size)
-    limits = _limits(ids, max_new_tokens, config.context_length, past_context)
+    limits = room_for(ids, max_new_tokens, config.context_length, past_context)
     samplings = _one_each(sampling, Sampling, len(ids), "sampling")
     for one in samplings:
         _check_bias(one, config.vocab_size)
@@ -59,7 +59,7 @@ def check_num_logprobs(wanted: int | None, vocab_size: int) -> None:
         raise ValueError(f"num_logprobs must lie in [0, {vocab_size}]; got {wanted}")
 
 
-def _limits(
+def room_for(
     prompts: list[list[int]], new: int | None, context: int, past_context: PastContext
 ) -> list[int]:
     """Return how many tokens each row may generate."""

@@ -1,0 +1,69 @@
+"""Next-token tables and attention weights are what the model computes."""
+
+import pytest
+import torch
+
+from inference.tiny import byte_tokenizer, tiny_model
+from scratchlm.inference import attention_weights, next_tokens
+from tiny_models import FAMILIES, build
+
+
+def test_the_next_token_table_is_the_softmax_in_descending_order():
+    model = tiny_model(vocab_size=257)
+    table = next_tokens(model, "The cat", tokenizer=byte_tokenizer(), best=257, temperature=0.7)
+    ids = torch.tensor([byte_tokenizer().encode("The cat")])
+    with torch.no_grad():
+        exact = model.next_token_probabilities(ids, temperature=0.7)[0]
+    assert [c.probability for c in table] == sorted((c.probability for c in table), reverse=True)
+    assert sum(c.probability for c in table) == pytest.approx(1)
+    for c in table:
+        assert c.probability == pytest.approx(exact[c.token_id].item(), abs=1e-6)
+        assert c.text == byte_tokenizer().decode([c.token_id])
+
+
+@pytest.mark.parametrize("family", ["plain", "llama", "qwen3", "gpt2", "mistral"])
+def test_attention_weights_are_causal_sum_to_one_and_give_the_layers_output(family):
+    model = build(FAMILIES[family])
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    seen = []
+    first = model.layers[0].attn
+    hook = first.output_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    values = []
+    other = first.v_proj.register_forward_hook(lambda _, __, out: values.append(out))
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    hook.remove(), other.remove()
+    weights = attention_weights(model, ids)
+    config = model.config
+    assert weights.shape == (config.num_layers, config.num_heads, 8, 8)
+    assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-5)
+    assert not weights.triu(1).any()
+    if config.attention.sliding_window:
+        assert not weights.tril(-config.attention.sliding_window).any()
+    value = values[0].view(8, config.num_kv_heads, config.d_head).transpose(0, 1)
+    value = value.repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+    mixed = (weights[0].double() @ value).transpose(0, 1).reshape(8, -1)
+    assert torch.allclose(mixed, seen[0][0], atol=1e-5)
+
+
+def test_looking_leaves_the_model_as_it_was():
+    model = tiny_model()
+    ops = [layer.attn.ops for layer in model.layers]
+    weight = model.lm_head.weight.data_ptr()
+    attention_weights(model, [1, 2, 3])
+    assert all(layer.attn.ops is op for layer, op in zip(model.layers, ops, strict=True))
+    assert model.lm_head.weight.data_ptr() == weight
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1], {"best": 0}, r"best must lie in \[1, 61\]; got 0"),
+        ([1], {"temperature": 0}, "temperature must be finite and greater than 0; got 0"),
+        ([1] * 49, {}, "the prompt must not exceed context_length=48; got 49 tokens"),
+        ([[1], [2]], {}, "one prompt at a time"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        next_tokens(tiny_model(), prompt, **options)
