@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from scratchlm import __version__
-from scratchlm.cli import account, config, interop, prepare, tokenizer
+from scratchlm.cli import account, config, generate, interop, prepare, tokenizer
 from scratchlm.errors import ScratchLMError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ tokenizer.register(app)
 prepare.register(app)
 account.register(app)
 interop.register(app)
+generate.register(app)
 
 _show_traceback = False
 

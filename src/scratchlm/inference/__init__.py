@@ -1,7 +1,7 @@
 """Inference: load a model by name, generate with it, talk to it, look into it."""
 
 from scratchlm.inference.beam import Beam, beam_search
-from scratchlm.inference.chat import FORMATS, ChatFormat, Message, chat_format
+from scratchlm.inference.chat import FORMATS, ChatFormat, Message, chat_format, what_fits
 from scratchlm.inference.decoding import decode_one_token, generate, prefill, stream
 from scratchlm.inference.inspect import Candidate, attention_weights, next_tokens
 from scratchlm.inference.loading import Loaded, load_model
@@ -33,4 +33,5 @@ __all__ = [
     "ChatFormat",
     "Message",
     "chat_format",
+    "what_fits",
 ]

@@ -134,6 +134,24 @@ FORMATS: dict[str, ChatFormat] = {
 }
 
 
+def what_fits(
+    chat: ChatFormat, messages: Sequence[Message], tokenizer: AnyTokenizer, room: int
+) -> list[Message]:
+    """Leave the oldest turns out until a conversation fits `room` tokens.
+
+    A system message at the beginning stays, and so does the last message.
+    """
+    kept = list(messages)
+    first = 1 if kept[0].role == "system" else 0
+    while len(ids := chat.encode(kept, tokenizer)) > room:
+        if len(kept) <= first + 1:
+            raise ValueError(f"the message must fit {room} tokens of context; got {len(ids)}")
+        del kept[first]
+        while len(kept) > first + 1 and kept[first].role == "assistant":
+            del kept[first]  # an answer whose question is gone
+    return kept
+
+
 def chat_format(tokenizer: AnyTokenizer, name: str | None = None) -> ChatFormat:
     """Return the format of that name, or the one whose markers the tokenizer has."""
     if name is not None:

@@ -1,0 +1,351 @@
+"""`scratchlm generate`, `chat` and `next`: what a model says, in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a Hugging Face directory.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or stored: as on disk.")]
+Temperature = Annotated[float, typer.Option(help="Flattens (>1) or sharpens (<1); 0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this mass.")]
+MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, against the best.")]
+Typical = Annotated[float, typer.Option(help="Keep the most typical tokens, up to this mass.")]
+Repetition = Annotated[float, typer.Option(help="Divide the logits of tokens already there.")]
+Presence = Annotated[float, typer.Option(help="Lower tokens already said, once.")]
+Frequency = Annotated[float, typer.Option(help="Lower tokens already said, for each time.")]
+Bias = Annotated[list[str] | None, typer.Option(metavar="ID=VALUE", help="Add to a logit.")]
+MaxNew = Annotated[int | None, typer.Option(help="Default: until the context is full.")]
+Seed = Annotated[int | None, typer.Option(help="Sample i draws with seed + i. Default: fresh.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text; - reads it from stdin.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("generate")(generate)
+    app.command("chat")(chat)
+    app.command("next")(next_)
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Prompt = "",
+    max_new_tokens: MaxNew = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    typical: Typical = 1.0,
+    repetition_penalty: Repetition = 1.0,
+    presence_penalty: Presence = 0.0,
+    frequency_penalty: Frequency = 0.0,
+    logit_bias: Bias = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text; repeatable.")] = None,
+    ignore_end: Annotated[bool, typer.Option(help="Go on past end-of-text.")] = False,
+    seed: Seed = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
+    beam: Annotated[int | None, typer.Option(help="Search with this many beams instead.")] = None,
+    length_penalty: Annotated[float, typer.Option(help="With --beam: score / length^this.")] = 1.0,
+    past_context: Annotated[
+        str, typer.Option(help="error, or slide: forget the older half when the context is full.")
+    ] = "error",
+    cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per sample.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and of the best n.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "stored",
+) -> None:
+    """Continue a text. An empty prompt begins a new document."""
+    from scratchlm.inference import beam_search, stream
+
+    sampling = _sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical=typical,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_bias(logit_bias or []),
+    )
+    if logprobs is not None and not as_json:
+        raise ValueError("--logprobs needs --json")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = _load(model, device, dtype)
+    common: dict[str, Any] = {
+        "tokenizer": loaded.need_tokenizer(),
+        "max_new_tokens": max_new_tokens,
+        "eos_ids": () if ignore_end else loaded.eos_ids,
+    }
+    if beam is not None:
+        beams = beam_search(
+            loaded.model, text, num_beams=beam, length_penalty=length_penalty, **common
+        )
+        for found in beams[:num_samples]:
+            _print_whole(text, found.text, asdict(found), as_json)
+        return
+    pieces = stream(
+        loaded.model,
+        [text] * num_samples,
+        sampling=sampling,
+        stop=stop or (),
+        seed=seed,
+        num_logprobs=logprobs,
+        past_context=past_context,  # type: ignore[arg-type]
+        use_cache=cache,
+        **common,
+    )
+    if num_samples == 1 and not as_json:
+        _print_as_it_comes(text, pieces)
+    else:
+        _print_when_done(text, pieces, as_json)
+
+
+def next_(
+    model: ModelArgument,
+    prompt: Prompt,
+    best: Annotated[int, typer.Option("--best", "-n", help="How many tokens to show.")] = 10,
+    temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
+    device: Device = "auto",
+    dtype: Dtype = "stored",
+) -> None:
+    """Show the likeliest next tokens, with their probabilities."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from scratchlm.inference import next_tokens
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = _load(model, device, dtype)
+    tokenizer = loaded.need_tokenizer()
+    found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
+    table = Table("token", box=None, pad_edge=False, header_style="dim")
+    table.add_column("id", justify="right", style="dim")
+    table.add_column("probability", justify="right")
+    table.add_column("")
+    for candidate in found:
+        table.add_row(
+            Text(repr(candidate.text)),
+            str(candidate.token_id),
+            f"{candidate.probability:.2%}",
+            Text(_bar(candidate.probability / found[0].probability, 30), style="cyan"),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console.print(table)
+    rest = max(1 - sum(candidate.probability for candidate in found), 0.0)
+    others = loaded.config.vocab_size - len(found)
+    console.print(f"{rest:.2%} on the other {others:,} tokens", style="dim")
+
+
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="What the model is told beforehand.")] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="chatml, llama3 or plain. Default: the model's.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
+    temperature: Temperature = 0.7,
+    top_k: TopK = None,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    seed: Seed = None,
+    device: Device = "auto",
+    dtype: Dtype = "stored",
+) -> None:
+    """Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    from scratchlm.inference import Message, chat_format
+
+    sampling = _sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    loaded = _load(model, device, dtype)
+    chosen = chat_format(loaded.need_tokenizer(), format_)
+    said: list[Message] = [] if system is None else [Message("system", system)]
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 (input() gets a line one can edit, and a history)
+
+        typer.echo(f"{loaded.source}  format {chosen.name}  Ctrl-C stops, Ctrl-D leaves", err=True)
+    while (line := _next_line()) is not None:
+        if not line.strip():
+            continue
+        try:
+            said = _answer(
+                loaded, chosen, [*said, Message("user", line)], sampling, max_new_tokens, seed
+            )
+        except ValueError as error:  # a message that does not fit: said, and the talk goes on
+            typer.echo(f"error: {error}", err=True)
+
+
+def _next_line() -> str | None:
+    """Read what the user says; None at Ctrl-D."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                typer.echo()
+            return None
+        except KeyboardInterrupt:
+            typer.echo("\nCtrl-D leaves", err=True)
+
+
+def _answer(
+    loaded: Loaded,
+    chat: ChatFormat,
+    messages: list[Message],
+    sampling: Sampling,
+    max_new_tokens: int | None,
+    seed: int | None,
+) -> list[Message]:
+    """Let the model answer, printing as it comes; return the conversation with the answer."""
+    from scratchlm.inference import Message, stream, what_fits
+
+    tokenizer, context = loaded.need_tokenizer(), loaded.config.context_length
+    # Without a limit of its own an answer is to have at least a quarter of the context.
+    reserve = max_new_tokens or max(context // 4, 1)
+    kept = what_fits(chat, messages, tokenizer, context - reserve)
+    if len(kept) < len(messages):
+        typer.echo("(the oldest turns no longer fit the context and are forgotten)", err=True)
+    spoken: list[str] = []
+    try:
+        for piece in stream(
+            loaded.model,
+            chat.encode(kept, tokenizer),
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=chat.stop,
+            eos_ids={*loaded.eos_ids, *chat.end_ids(tokenizer)},
+            seed=None if seed is None else seed + len(messages),
+        ):
+            spoken.append(piece.text)
+            _write(piece.text)
+            if piece.finish_reason == "length":
+                typer.echo(" […]", nl=False)
+    except KeyboardInterrupt:
+        typer.echo(" [stopped]", nl=False)
+    typer.echo()
+    return [*kept, Message("assistant", "".join(spoken))]
+
+
+# Printing
+
+
+def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
+    terminal = sys.stdout.isatty()
+    if terminal:
+        typer.secho(_harmless(prompt), dim=True, nl=False)
+    count, begin = 0, time.perf_counter()
+    for piece in pieces:
+        count += 1
+        _write(piece.text)
+    typer.echo()
+    if terminal:
+        rate = count / (time.perf_counter() - begin)
+        typer.secho(f"{count} tokens, {rate:.1f} tokens/s", dim=True, err=True)
+
+
+def _print_when_done(prompt: str, pieces: Iterable[Piece], as_json: bool) -> None:
+    """Print samples whole, each as soon as it and those before it have ended."""
+    from scratchlm.inference import Generation
+
+    growing: dict[int, Generation] = {}
+    shown = 0
+    for piece in pieces:
+        growing.setdefault(piece.row, Generation()).add(piece)
+        while shown in growing and growing[shown].finish_reason is not None:
+            done = growing.pop(shown)
+            _print_whole(prompt, done.text, asdict(done), as_json)
+            shown += 1
+
+
+def _print_whole(prompt: str, text: str, record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"prompt": prompt, **record}, ensure_ascii=False))
+        return
+    if sys.stdout.isatty():
+        typer.secho(_harmless(prompt), dim=True, nl=False)
+        text = _harmless(text)
+    typer.echo(text)
+    typer.echo("---")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(_harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _harmless(text: str) -> str:
+    """Show control characters as pictures: a text must not steer the terminal."""
+    picture = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate({**picture, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})
+
+
+def _bar(share: float, width: int) -> str:
+    """Draw a share of `width` cells, to an eighth of a cell."""
+    eighths = round(share * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+# Arguments
+
+
+def _sampling(**settings: Any) -> Sampling:
+    from scratchlm.inference import Sampling
+
+    return Sampling(**settings)
+
+
+def _bias(given: list[str]) -> dict[int, float]:
+    bias = {}
+    for entry in given:
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise ValueError(f"--logit-bias must be ID=VALUE; got {entry!r}") from None
+    return bias
+
+
+def _load(model: str, device: str, dtype: str) -> Loaded:
+    import torch
+
+    from scratchlm.inference import load_model
+
+    kinds = {"stored": None, "float32": torch.float32}
+    kinds |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise ValueError(f"--dtype must be one of {', '.join(kinds)}; got {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or auto; got {device!r}")
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device; this machine has none")
+
+    def warn(message: str) -> None:
+        typer.echo(f"warning: {message}", err=True)
+
+    return load_model(model, device=device, dtype=kinds[dtype], warn=warn)
