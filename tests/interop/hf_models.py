@@ -2,7 +2,11 @@
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from scratchlm import TransformerLM
+from scratchlm.interop import read_hf
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -112,3 +116,36 @@ def load_with_transformers(directory, dtype=torch.float32):
 
 def token_ids(batch=3, seq=23, vocab=61, seed=0):
     return torch.randint(0, vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def import_model(directory, dtype=None):
+    """Bring a directory in as a model of ours."""
+    checkpoint = read_hf(directory)
+    model = TransformerLM(checkpoint.config, dtype=dtype or checkpoint.dtype)
+    model.load_state_dict(dict(checkpoint.tensors(dtype=dtype)), strict=True)
+    return model.eval()
+
+
+def weights(directory):
+    """All tensors of a directory, read by the safetensors library."""
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_bytes(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@torch.no_grad()
+def logits_of(model, ids, mask=None):
+    if isinstance(model, TransformerLM):
+        return model(ids, attention_mask=mask)
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    kwargs = {} if mask is None else {"attention_mask": mask.long(), "position_ids": positions}
+    return model(ids, use_cache=False, **kwargs).logits

@@ -4,43 +4,21 @@ import json
 
 import pytest
 import torch
-from interop.hf_models import HF_CONFIGS, hf_model, load_with_transformers, token_ids
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from interop.hf_models import (
+    HF_CONFIGS,
+    assert_same_bytes,
+    hf_model,
+    import_model,
+    load_with_transformers,
+    logits_of,
+    token_ids,
+    weights,
+)
 from scratchlm import TransformerLM
+from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory, read_hf, write_hf
-
-
-def import_model(directory, dtype=None):
-    checkpoint = read_hf(directory)
-    model = TransformerLM(checkpoint.config, dtype=dtype or checkpoint.dtype)
-    model.load_state_dict(dict(checkpoint.tensors(dtype=dtype)), strict=True)
-    return model.eval()
-
-
-def weights(directory):
-    """All tensors of a directory, read by the safetensors library."""
-    return {
-        name: tensor
-        for file in sorted(directory.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-
-
-def assert_same_bytes(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype, name
-        assert torch.equal(tensor, theirs[name]), name
-
-
-@torch.no_grad()
-def logits_of(model, ids, mask=None):
-    if isinstance(model, TransformerLM):
-        return model(ids, attention_mask=mask)
-    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
-    kwargs = {} if mask is None else {"attention_mask": mask.long(), "position_ids": positions}
-    return model(ids, use_cache=False, **kwargs).logits
 
 
 def left_padding(ids):
@@ -73,15 +51,11 @@ def test_shards_give_the_same_tensors_as_one_file(family, tmp_path):
 
 @pytest.mark.parametrize("family", HF_CONFIGS)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
-def test_there_and_back_is_byte_equal_and_transformers_loads_it(
-    family, max_shard_bytes, tmp_path
-):
+def test_there_and_back_is_byte_equal_and_transformers_loads_it(family, max_shard_bytes, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "in")
     checkpoint = read_hf(tmp_path / "in")
-    write_hf(
-        tmp_path / "out", checkpoint.config, dict(checkpoint), max_shard_bytes=max_shard_bytes
-    )
+    write_hf(tmp_path / "out", checkpoint.config, dict(checkpoint), max_shard_bytes=max_shard_bytes)
     assert_same_bytes(weights(tmp_path / "out"), weights(tmp_path / "in"))
     again = load_with_transformers(tmp_path / "out")
     # Without its window a Mistral is a Llama, and goes out as one.
@@ -175,11 +149,12 @@ def test_a_stored_head_must_be_the_table_it_is_tied_to(tmp_path):
     other = table.clone()
     other[-1, -1] += 1
     save_file({**stored, "lm_head.weight": other}, tmp_path / "model.safetensors")
-    with pytest.raises(Exception, match="not the embedding table"):
-        dict(read_hf(tmp_path))
-    with pytest.raises(Exception, match="not the embedding table"):
-        checkpoint = read_hf(tmp_path)
-        checkpoint.load_into(TransformerLM(checkpoint.config).state_dict())
+    checkpoint = read_hf(tmp_path)
+    with pytest.raises(ScratchLMError, match="not the embedding table"):
+        dict(checkpoint)
+    state = TransformerLM(checkpoint.config).state_dict()
+    with pytest.raises(ScratchLMError, match="not the embedding table"):
+        checkpoint.load_into(state)
 
 
 def test_a_config_of_transformers_4_is_the_same_model(tmp_path):

@@ -141,7 +141,7 @@ def _llama_words(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.d_head,
         "hidden_act": "silu",
-        "rope_parameters": write_rope(config),
+        **write_rope(config),
     }
     if isinstance(config.norm, RMSNorm):
         words["rms_norm_eps"] = config.norm.eps

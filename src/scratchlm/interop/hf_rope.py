@@ -77,9 +77,10 @@ def _parameters(table: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(inner, dict) or any(isinstance(v, (dict, list)) for v in inner.values()):
             raise ValueError(f"{place} must be one flat table for all layers; got {inner!r:.80}")
-        if says and says != inner:
+        inner = {key: value for key, value in inner.items() if value is not None}
+        if says and {**inner, **says} != {**says, **inner}:
             raise ValueError("rope_parameters and rope_scaling must agree")
-        says = {key: value for key, value in inner.items() if value is not None}
+        says |= inner
     top = table.get("rope_theta")
     if top is not None and says.setdefault("rope_theta", top) != top:
         raise ValueError(
@@ -137,7 +138,17 @@ def _number(name: str, value: Any) -> float:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Write rotary positions as `rope_parameters`."""
+    """Write rotary positions in both ways: tools of either age read them."""
+    says = _rope_parameters(config)
+    scaling = {key: value for key, value in says.items() if key != "rope_theta"}
+    return {
+        "rope_parameters": says,
+        "rope_theta": says["rope_theta"],
+        "rope_scaling": None if says["rope_type"] == "default" else scaling,
+    }
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     positions = config.positions
     assert isinstance(positions, Rotary)
     says: dict[str, Any] = {"rope_theta": float(positions.theta), "rope_type": "default"}

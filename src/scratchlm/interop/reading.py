@@ -23,7 +23,7 @@ from scratchlm.interop.keys import FAMILIES, Family
 from scratchlm.interop.matching import Plan, match, num_tensors
 from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, read_header
 from scratchlm.interop.streaming import is_finite, read_link, same_bytes
-from scratchlm.interop.untrusted import inner_file, listed, read_json, shown
+from scratchlm.interop.untrusted import brief, inner_file, listed, read_json, shown
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
@@ -152,7 +152,7 @@ def read_hf(path: str | os.PathLike[str]) -> HFCheckpoint:
     try:
         config = from_hf_config(table)
     except (ValueError, TypeError, ScratchLMError) as error:
-        raise ScratchLMError(f"{path / CONFIG}: {error}") from None
+        raise ScratchLMError(f"{path / CONFIG}: {brief(error)}") from None
     model_type = table["model_type"]
     family = FAMILIES[model_type]
     stored = _read_headers(path, config, family)

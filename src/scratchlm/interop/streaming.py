@@ -98,7 +98,8 @@ def same_bytes(one: Stored, other: Stored) -> bool:
     """Whether two stored tensors are the same to the bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    first, second = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+    size = min(CHUNK_BYTES, one.nbytes)
+    first, second = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
     with opened(one.file) as file, opened(other.file) as other_file:
         for begin in range(0, one.nbytes, CHUNK_BYTES):
             count = min(CHUNK_BYTES, one.nbytes - begin)

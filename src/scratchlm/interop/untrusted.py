@@ -25,6 +25,12 @@ def shown(name: object) -> str:
     return text if len(text) <= _NAME_SHOWN else f"{text[: _NAME_SHOWN - 2]}…'"
 
 
+def brief(error: object, limit: int = 300) -> str:
+    """Say an error that quotes a file's values on one line of a bearable length."""
+    text = " ".join(str(error).split()).encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def listed(names: Iterable[object], limit: int = 6) -> str:
     """List the first names, and say how many more there are."""
     every = list(names)
@@ -64,7 +70,7 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     if size > max_bytes:
         raise ScratchLMError(f"{path}: must not exceed {max_bytes:,} bytes; got {size:,}")
     with path.open("rb") as file:
-        return parse_json(file.read(max_bytes), str(path))
+        return parse_json(file.read(size), str(path))
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
@@ -76,8 +82,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     except RecursionError:
         raise ScratchLMError(f"{what}: not valid JSON: nested too deeply") from None
     except ValueError as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ScratchLMError(f"{what}: not valid JSON: {ascii(reason)[1:-1]}") from None
+        raise ScratchLMError(f"{what}: not valid JSON: {brief(error, 160)}") from None
     if not isinstance(value, dict):
         raise ScratchLMError(f"{what}: a JSON object was expected; got {type(value).__name__}")
     return value

@@ -119,6 +119,7 @@ def _common_words(outs: list[_Out], eos: tuple[int, ...]) -> dict[str, Any]:
     word = str(max((out for out in outs), key=lambda out: out.nbytes).dtype).removeprefix("torch.")
     return {
         "dtype": word,
+        "torch_dtype": word,  # its name before transformers 5
         "bos_token_id": None,
         "eos_token_id": _one_or_list(eos),
         "pad_token_id": None,

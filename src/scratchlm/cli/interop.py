@@ -1,0 +1,135 @@
+"""`scratchlm import` and `scratchlm export`: Hugging Face checkpoints in and out."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scratchlm.interop.keys import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+
+_KNOWN = "Families:\n\n" + "\n\n".join(
+    f"- {model_type}: {family.words}" for model_type, family in FAMILIES.items()
+)
+
+
+class _DType(StrEnum):
+    """What weights can be written as."""
+
+    float64 = "float64"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+_DTypeOption = Annotated[
+    _DType | None, typer.Option("--dtype", help="Convert the weights; otherwise they stay.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("import", epilog=_KNOWN)(import_)
+    app.command("export", epilog=_KNOWN)(export)
+
+
+def import_(
+    hf_dir: Annotated[Path, typer.Argument(metavar="HF_DIR", help="config.json and safetensors.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.")],
+    dtype: _DTypeOption = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Take NaN and infinite weights as they are.")
+    ] = False,
+) -> None:
+    """Bring a Hugging Face checkpoint in, tokenizer.json with it.
+
+    Every tensor must be accounted for: what is unknown, missing, superfluous or misshapen is
+    refused by name. Pickled weights (.bin, .pt) are never opened.
+    """
+    from scratchlm.checkpoint import write_checkpoint
+    from scratchlm.errors import ScratchLMError
+    from scratchlm.interop import read_hf
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ScratchLMError(f"{out} exists already and is not overwritten")
+    source = read_hf(hf_dir)
+    stream = source.tensors(dtype=_torch_dtype(dtype), allow_nonfinite=allow_nonfinite)
+    write_checkpoint(
+        out,
+        model=dict(stream),
+        config=source.config,
+        tokenizer_file=source.tokenizer_file,
+        metadata={
+            "imported": source.model_type,
+            "eos_token_ids": list(source.eos_token_ids),
+        },
+    )
+    tokenizer = "with its tokenizer" if source.tokenizer_file else "no tokenizer.json there"
+    typer.echo(f"{out}: {source.model_type}, {_size(source.shapes)} parameters, {tokenizer}")
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
+    ],
+    hf_dir: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The directory to make.")],
+    dtype: _DTypeOption = None,
+    max_shard_gb: Annotated[
+        float, typer.Option("--max-shard-gb", help="Begin a new file after so many gigabytes.")
+    ] = 5.0,
+) -> None:
+    """Take a model of ours out to where transformers, and all that reads its files, finds it.
+
+    The family is the one that can say the model; if none can, the reason is named.
+    """
+    from scratchlm.checkpoint import read_config, read_manifest, read_tensors
+    from scratchlm.interop import to_hf_config, write_hf
+
+    if not max_shard_gb > 0:
+        raise ValueError(f"--max-shard-gb must be greater than 0; got {max_shard_gb}")
+    source = _find(checkpoint)
+    config = read_config(source)
+    family = to_hf_config(config)["model_type"]
+    tokenizer = source / "tokenizer.json"
+    tensors = read_tensors(source)
+    write_hf(
+        hf_dir,
+        config,
+        tensors,
+        tokenizer if tokenizer.is_file() else None,
+        _torch_dtype(dtype),
+        eos_token_ids=read_manifest(source)["metadata"].get("eos_token_ids", ()),
+        max_shard_bytes=max(1, int(max_shard_gb * 1e9)),
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters")
+
+
+def _find(path: Path) -> Path:
+    """Return the checkpoint a path names, checked: itself, or a run's newest whole one."""
+    from scratchlm.checkpoint import is_checkpoint, newest_valid, verify_checkpoint
+    from scratchlm.errors import ScratchLMError
+
+    if is_checkpoint(path):
+        verify_checkpoint(path)
+        return path
+    found = newest_valid(path)
+    if found is None:
+        raise ScratchLMError(f"{path} is neither a checkpoint nor a run with checkpoints")
+    return found
+
+
+def _torch_dtype(dtype: _DType | None) -> torch.dtype | None:
+    import torch
+
+    return None if dtype is None else getattr(torch, dtype.value)
+
+
+def _size(shapes: dict[str, tuple[int, ...]]) -> str:
+    return f"{sum(math.prod(shape) for shape in shapes.values()):,}"
