@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from interop.damage import all_mutations
 from interop.hf_models import hf_model
-from interop.mutations import all_mutations
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory, read_hf
 

@@ -108,7 +108,7 @@ def export(
         max_shard_bytes=max(1, int(max_shard_gb * 1e9)),
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters")
+    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_words(hf_dir)}")
 
 
 def _find(path: Path) -> Path:
@@ -123,6 +123,15 @@ def _find(path: Path) -> Path:
     if found is None:
         raise ScratchLMError(f"{path} is neither a checkpoint nor a run with checkpoints")
     return found
+
+
+def _tokenizer_words(directory: Path) -> str:
+    """Say what became of the tokenizer."""
+    if (directory / "tokenizer_config.json").is_file():
+        return "with its tokenizer"
+    if (directory / "tokenizer.json").is_file():
+        return "with a tokenizer.json that only scratchlm reads"
+    return "no tokenizer.json there"
 
 
 def _torch_dtype(dtype: _DType | None) -> torch.dtype | None:
