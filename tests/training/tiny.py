@@ -65,9 +65,7 @@ def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, 
                 bytes_per_id=torch.ones(model.vocab_size, dtype=torch.int64),
             ),
             run,
-            throughput=make_throughput(
-                model, rows * context, learner.device, "fp32", measure=False
-            ),
+            throughput=make_throughput(model, rows * context, learner.device),
             **more,
         )
     return ended, learner

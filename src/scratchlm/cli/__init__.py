@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from scratchlm import __version__
-from scratchlm.cli import account, config, generate, interop, prepare, tokenizer
+from scratchlm.cli import account, config, evaluate, generate, interop, prepare, tokenizer, train
 from scratchlm.errors import ScratchLMError
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app = typer.Typer(
 config.register(app)
 tokenizer.register(app)
 prepare.register(app)
+train.register(app)
+evaluate.register(app)
 account.register(app)
 interop.register(app)
 generate.register(app)

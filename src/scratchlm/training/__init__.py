@@ -6,6 +6,8 @@ from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, Watcher, train
 from scratchlm.training.metrics import read_metrics
 from scratchlm.training.optimizers import AdamW, Muon, clip_grad_norm, make_optimizers
+from scratchlm.training.plan import DataFiles, Plan, has_run, read_plan, write_plan
+from scratchlm.training.report import Section, write_report
 from scratchlm.training.run import Reached, Run, fingerprint, hold_run
 from scratchlm.training.schedules import (
     constant_schedule,
@@ -13,6 +15,7 @@ from scratchlm.training.schedules import (
     make_schedule,
     wsd_schedule,
 )
+from scratchlm.training.session import Outcome, run_plan
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.step import StepResult, backward, take_step
 from scratchlm.training.throughput import Throughput, make_throughput, measure_matmul_rate
@@ -37,6 +40,15 @@ __all__ = [
     "train",
     "Evaluation",
     "evaluate",
+    "Plan",
+    "DataFiles",
+    "read_plan",
+    "write_plan",
+    "has_run",
+    "run_plan",
+    "Outcome",
+    "write_report",
+    "Section",
     "Run",
     "Reached",
     "hold_run",

@@ -54,13 +54,11 @@ def make_throughput(
     model: ModelConfig,
     tokens_per_step: int,
     device: torch.device,
-    precision: str,
-    measure: bool = True,
+    matmul_rate: float | None = None,
 ) -> Throughput:
-    """Prepare to measure a run; `measure` times the machine's matmul rate first."""
+    """Prepare to measure a run; without a matmul rate there is no MFU."""
     flops = float(training_flops_per_token(model, model.context_length, CONVENTION))
-    rate = measure_matmul_rate(device, precision) if measure else None
-    return Throughput(tokens_per_step, flops, rate, device)
+    return Throughput(tokens_per_step, flops, matmul_rate, device)
 
 
 def measure_matmul_rate(device: torch.device, precision: str, seconds: float = 0.2) -> float:

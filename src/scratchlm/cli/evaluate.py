@@ -1,0 +1,141 @@
+"""`scratchlm evaluate` and `scratchlm compare`: how good models are, and which run went better."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from scratchlm.training import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("evaluate")(evaluate)
+    app.command("compare")(compare)
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
+    data: Annotated[
+        str, typer.Argument(help="A prepared folder (its val.bin), a token file, or text.")
+    ],
+    context_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence.", show_default="the model's, ≤ 1024")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a model on held-out text: loss, perplexity, bits per byte."""
+    from scratchlm.cli.train import bytes_of_ids, choose_device
+    from scratchlm.cli.training_setup import is_prepared, is_token_file
+    from scratchlm.data import TokenFile, ValidationBatches, prepare
+    from scratchlm.inference.loading import load_model
+    from scratchlm.training import evaluate as measure
+
+    loaded = load_model(
+        model,
+        device=choose_device(device),
+        warn=lambda text: print(f"warning: {text}", file=sys.stderr),
+    )
+    context = context_length or min(loaded.config.context_length, 1024)
+    if context > loaded.config.context_length:
+        raise ValueError(
+            f"--context-length must not exceed the model's {loaded.config.context_length}; "
+            f"got {context}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(data)
+        if is_prepared(path):
+            file = path / ("val" if (path / "val.bin").exists() else "train")
+        elif is_token_file(path):
+            file = path
+        else:
+            prepare([path], loaded.need_tokenizer(), folder, val_fraction=0.0)
+            file = Path(folder) / "train"
+        tokenizer = loaded.tokenizer
+        known = None if tokenizer is None else tokenizer.fingerprint()
+        with TokenFile(
+            file, expect_fingerprint=known, vocab_size=loaded.config.vocab_size
+        ) as tokens:
+            tokens.validate()
+            vocab_size = loaded.config.vocab_size
+            sizes = None if tokenizer is None else bytes_of_ids(tokenizer, vocab_size)
+            batches = ValidationBatches(tokens, context, batch_size)
+            found = measure(loaded.model, batches, bytes_per_id=sizes)
+    assert found is not None
+    figures = {
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        "tokens": found.targets,
+        "bytes": found.num_bytes,
+        "checkpoint": str(loaded.source),
+    }
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        shown = f"{value:,.4f}" if isinstance(value, float) else value
+        shown = f"{value:,}" if isinstance(value, int) else shown
+        typer.echo(f"{name.replace('_', ' '):<14} {'unknown' if value is None else shown}")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("compare.png"),
+) -> None:
+    """Draw the loss curves of several runs together, and print where they ended."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from scratchlm.accounting import count_parameters
+    from scratchlm.training import read_metrics, read_plan
+    from scratchlm.training.plots import draw_comparison
+
+    logs = {str(run): read_metrics(run) for run in runs}
+    plans = {str(run): read_plan(run) for run in runs}
+    names = [Path(name).absolute().name for name in logs]
+    short = names if len(set(names)) == len(names) else list(logs)
+    table = Table("run", box=None, pad_edge=False)
+    for title in ("parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s"):
+        table.add_column(title, justify="right")
+    table.add_column("differs in")
+    base = next(iter(plans.values()))
+    for name, (path, records) in zip(short, logs.items(), strict=True):
+        steps = [record for record in records if "loss" in record]
+        held_out = [record for record in records if record.get("val_loss") is not None]
+        best = min(held_out, key=lambda record: record["val_loss"], default=None)
+        table.add_row(
+            name,
+            f"{count_parameters(plans[path].model).unique:,}",
+            f"{steps[-1]['step']:,}" if steps else "0",
+            f"{steps[-1]['loss']:.4f}" if steps else "",
+            f"{best['val_loss']:.4f}" if best else "",
+            f"{best['step']:,}" if best else "",
+            f"{steps[-1]['clock']['tokens_per_second']:,.0f}" if steps else "",
+            ", ".join(_differences(base, plans[path])),
+        )
+    Console(width=None if Console().is_terminal else 160).print(table)
+    out.write_bytes(draw_comparison(dict(zip(short, logs.values(), strict=True))))
+    typer.echo(out)
+
+
+def _differences(base: Plan, other: Plan) -> list[str]:
+    """Name the fields in which a run differs from the first."""
+    found = []
+    for section in ("model", "train"):
+        a, b = getattr(base, section), getattr(other, section)
+        found += [
+            f"{section}.{field.name}"
+            for field in fields(a)
+            if getattr(a, field.name) != getattr(b, field.name)
+        ]
+    return found

@@ -1,0 +1,279 @@
+"""`scratchlm train`: from text to a trained model and a report on it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from scratchlm.cli.training_setup import Wish
+    from scratchlm.training import Plan
+    from scratchlm.training.choosing import Machine
+    from scratchlm.training.loop import Sampler
+
+SECTIONS = ("model.", "train.", "data.")
+# What may change between two lives of a run.
+CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("train")(train)
+
+
+def train(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Text files or folders, a folder made by `prepare`, or a token file; then "
+            "changes to the config, such as model.d_model=256 or train.lr=1e-3.",
+            metavar="DATA... [KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("run"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, or begin it.")
+    ] = False,
+    preset: Annotated[
+        str | None, typer.Option(help="A model by name; see `scratchlm presets`.")
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(help="A model of about this many parameters, such as 10M.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with [model], [train] and [data] tables, or some of them."),
+    ] = None,
+    ablation: Annotated[
+        str | None,
+        typer.Option(
+            help="Change one thing: no-rope, no-norm, post-norm, silu or tied-embeddings."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates to make.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bpe (learnt from the text), char, or a tokenizer's folder.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Of the tokenizer that is learnt.")] = None,
+    val: Annotated[Path | None, typer.Option(help="A token file to validate on.")] = None,
+    val_fraction: Annotated[float, typer.Option(help="How much of the text to hold out.")] = 0.1,
+    separator: Annotated[
+        str | None, typer.Option(help="Split text files into documents at this text.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="The text's field in JSON Lines or Parquet.")] = "text",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
+    prompt: Annotated[
+        str | None, typer.Option(help="What samples begin with.", show_default="end of text")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A change to the config; may be repeated.")
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard.")
+    ] = False,
+) -> None:
+    """Train a model, from text or token files, and write a report.
+
+    Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
+    A second Ctrl-C ends at once.
+    """
+    from scratchlm.cli.training_setup import Wish
+    from scratchlm.training.settings import parse_overrides
+
+    words = data or []
+    changes = [word for word in words if word.startswith(SECTIONS) and "=" in word]
+    overrides = parse_overrides([*changes, *(set_ or [])])
+    if steps is not None:
+        overrides.setdefault("train", {})["steps"] = steps
+    wish = Wish(
+        data=[word for word in words if word not in changes],
+        out=out,
+        preset=preset,
+        params=params,
+        config=config,
+        ablation=ablation,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        val=val,
+        val_fraction=val_fraction,
+        separator=separator,
+        text_field=field,
+        overrides=overrides,
+    )
+    status = _train(wish, resume, device, ops, prompt, tensorboard)
+    if status:
+        raise typer.Exit(status)
+
+
+def _train(
+    wish: Wish, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
+) -> int:
+    from scratchlm.cli.training_console import TensorBoard, TrainingConsole
+    from scratchlm.cli.training_setup import make_plan
+    from scratchlm.errors import ScratchLMError
+    from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
+
+    where = choose_device(device)
+    begun = has_run(wish.out)
+    if begun and not resume:
+        raise ScratchLMError(
+            f"{wish.out} holds a run already: --resume goes on with it, another --out begins a "
+            "new one"
+        )
+    machine = look_at_machine(where)
+    with watch_signals() as stop:
+        plan = _continued(wish) if begun else make_plan(wish, machine, _say)
+        if stop():
+            return stop.exit_status
+        settings = plan.train.resolved(where.type)
+        console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
+        watchers: tuple[Watcher, ...] = (console,)
+        if tensorboard:
+            watchers += (TensorBoard(wish.out / "tensorboard"),)
+        sample, bytes_per_id = _text_tools(plan, prompt)
+        with console:
+            outcome = run_plan(
+                wish.out,
+                plan,
+                resume=resume,
+                device=where,
+                ops=ops,
+                bytes_per_id=bytes_per_id,
+                sample=sample,
+                watchers=watchers,
+                on_begin=lambda learner, run, _: _announce(plan, learner, run.reached.step),
+                warn=lambda message: _say(f"warning: {message}"),
+                should_stop=stop,
+                matmul_rate=machine.matmul_rate,
+            )
+        if outcome.ended == "interrupted":
+            _say(
+                f"stopped at step {outcome.reached.step:,} and saved; "
+                f"`scratchlm train --resume --out {wish.out}` goes on"
+            )
+            return stop.exit_status
+    best = outcome.reached.best_loss
+    held_out = "" if best is None else f"; best held-out loss {best:.4f}"
+    _say(f"{outcome.ended} at step {outcome.reached.step:,}{held_out}")
+    if outcome.reached.best_step not in (None, outcome.reached.step):
+        _say(f"the best checkpoint is that of step {outcome.reached.best_step:,}")
+    typer.echo(write_report(wish.out))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of that name; auto is a GPU where there is one."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: there is no CUDA device here")
+    return device
+
+
+def look_at_machine(device: torch.device) -> Machine:
+    """Measure what the choice of a model depends on."""
+    import torch
+
+    from scratchlm.training import measure_matmul_rate
+    from scratchlm.training.choosing import Machine
+
+    is_gpu = device.type == "cuda"
+    rate = measure_matmul_rate(device, "bf16" if is_gpu else "fp32")
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+    return Machine(rate, is_gpu, memory)
+
+
+def _continued(wish: Wish) -> Plan:
+    """Take up the plan of a run; only what does not touch its past may change."""
+    from scratchlm.training import read_plan
+
+    plan = read_plan(wish.out)
+    asked = [name for name in ("preset", "params", "config", "ablation") if getattr(wish, name)]
+    frozen = [f"{section}.{key}" for section, table in wish.overrides.items() for key in table]
+    frozen = [key for key in frozen if key.removeprefix("train.") not in CHANGEABLE]
+    if asked or frozen:
+        what = f"--{asked[0]}" if asked else frozen[0]
+        raise ValueError(
+            f"{what} cannot change in a run that was begun; --resume takes its config.toml "
+            f"(only {', '.join('train.' + name for name in sorted(CHANGEABLE))} may)"
+        )
+    return replace(plan, train=replace(plan.train, **wish.overrides.get("train", {})))
+
+
+def _announce(plan: Plan, learner: Any, step: int) -> None:
+    from scratchlm.accounting import count_parameters
+
+    model, settings = plan.model, learner.settings
+    _say(
+        f"model: {count_parameters(model).unique:,} parameters, {model.num_layers} layers, "
+        f"d_model {model.d_model}, {model.num_heads} heads, context {model.context_length}, "
+        f"vocabulary {model.vocab_size:,}"
+    )
+    _say(
+        f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens on "
+        f"{learner.device}, {settings.precision}"
+        + (f"; going on from step {step:,}" if step else "")
+    )
+
+
+def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.Tensor | None]:
+    """Make what needs the tokenizer: samples, and the bytes of each id."""
+    from scratchlm.tokenizer import load_tokenizer
+
+    if plan.data.tokenizer is None:
+        return None, None
+    tokenizer = load_tokenizer(plan.data.tokenizer)
+    return make_sampler(plan, tokenizer, prompt), bytes_of_ids(tokenizer, plan.model.vocab_size)
+
+
+def bytes_of_ids(tokenizer: Any, vocab_size: int) -> torch.Tensor:
+    """Return how many bytes of text each id stands for; special tokens stand for none."""
+    import torch
+
+    table = torch.zeros(vocab_size, dtype=torch.int64)
+    special = set(tokenizer.special_tokens.values())
+    for token, text in tokenizer.vocab.items():
+        if token < vocab_size and token not in special:
+            table[token] = len(text)
+    return table
+
+
+def make_sampler(plan: Plan, tokenizer: Any, prompt: str | None, length: int = 80) -> Sampler:
+    """Return what writes a sample: the same one for the same weights and step."""
+    from scratchlm.inference import Sampling, generate
+    from scratchlm.inference.prompts import default_eos_ids
+
+    ids = tokenizer.encode(prompt) if prompt else list(default_eos_ids(tokenizer))[:1]
+    context = plan.model.context_length
+    ids = (ids or [0])[-context // 2 :]
+
+    def sample(model: Any, step: int) -> list[str]:
+        found = generate(
+            model,
+            [ids],
+            tokenizer=tokenizer,
+            max_new_tokens=min(length, context - len(ids)),
+            sampling=Sampling(temperature=0.8),
+            seed=plan.train.seed + step,
+        )
+        return [(prompt or "") + found[0].text]
+
+    return sample

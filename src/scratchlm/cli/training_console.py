@@ -1,0 +1,127 @@
+"""What a training run shows while it goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from scratchlm.training.loop import Watcher
+from scratchlm.training.report import duration
+
+LINE_SECONDS = 10.0  # between plain lines, at least
+
+
+class TrainingConsole(Watcher):
+    """Shows a run on stderr; used as a context manager around it."""
+
+    def __init__(self, steps: int, tokens_per_step: int, *, console: Console | None = None) -> None:
+        self.steps, self.tokens_per_step = steps, tokens_per_step
+        self.console = console or Console(stderr=True, highlight=False)
+        self.live = self.console.is_terminal
+        self.bar = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.live,
+            expand=True,
+        )
+        self.task: TaskID | None = None
+        self.held_out: str = ""
+        self._next_line = 0.0
+
+    def __enter__(self) -> TrainingConsole:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def stepped(self, record: dict[str, Any]) -> None:
+        """Move the bar, or print a line every now and then."""
+        if self.live:
+            if self.task is None:
+                self.bar.start()
+                self.task = self.bar.add_task("", total=self.steps, facts="")
+            facts = self._facts(record, self.console.width)
+            self.bar.update(self.task, completed=record["step"], facts=facts)
+        elif time.monotonic() >= self._next_line or record["step"] == self.steps:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self.say(f"step {record['step']:,}/{self.steps:,}  {self._facts(record, 400)}")
+
+    def _facts(self, record: dict[str, Any], width: int) -> str:
+        """Say as much as there is room for, the most important first."""
+        clock = record["clock"]
+        rate = clock["tokens_per_second"]
+        left = (self.steps - record["step"]) * self.tokens_per_step / rate
+        facts = [f"loss {record['loss']:.4f}", f"{duration(left)} left"]
+        facts += [self.held_out] if self.held_out else []
+        facts += [f"lr {record['lr']:.2e}", f"{rate:,.0f} tok/s"]
+        if "mfu" in clock:
+            facts.append(f"MFU {clock['mfu']:.1%} ({clock['mfu_convention']})")
+        facts.append(f"{clock['memory_bytes'] / 2**30:.2f} GiB")
+        room = max(30, width - 36)
+        while len(facts) > 2 and len("  ".join(facts)) > room:
+            facts.pop()
+        return "  ".join(facts)
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Print the held-out figures."""
+        loss = record["val_loss"]
+        if loss is None:
+            self.say(f"step {record['step']:,}: the held-out loss is not finite")
+            return
+        self.held_out = f"held-out {loss:.4f}"
+        bits = record["bits_per_byte"]
+        per_byte = "" if bits is None else f"  {bits:.4f} bits/byte"
+        perplexity = record["val_perplexity"]
+        shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
+        best = "  best so far" if record["best"] else ""
+        self.say(f"step {record['step']:,}: held-out loss {loss:.4f}{shown}{per_byte}{best}")
+
+    def sampled(self, record: dict[str, Any]) -> None:
+        """Print the first line of what the model wrote."""
+        text = " ".join(record["samples"][0].split())
+        room = max(20, self.console.width - 4) if self.live else 100
+        self.say(f"  | {text[:room]}")
+
+    def saved(self, path: Path) -> None:
+        """Say nothing: a checkpoint is the ordinary thing."""
+
+
+class TensorBoard(Watcher):
+    """Writes the same figures for TensorBoard, where that is installed."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "--tensorboard needs the package tensorboard, which is not installed"
+            ) from None
+        self.writer: Any = SummaryWriter(str(directory))
+
+    def stepped(self, record: dict[str, Any]) -> None:
+        """Log a step's numbers."""
+        numbers = {**record, **record["clock"]}
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu"):
+            if name in numbers:
+                self.writer.add_scalar(f"train/{name}", numbers[name], record["step"])
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Log an evaluation's numbers."""
+        for name in ("val_loss", "val_perplexity", "bits_per_byte"):
+            if record[name] is not None:
+                self.writer.add_scalar(f"held-out/{name}", record[name], record["step"])
+
+    def sampled(self, record: dict[str, Any]) -> None:
+        """Log what the model wrote."""
+        self.writer.add_text("samples", "\n\n".join(record["samples"]), record["step"])

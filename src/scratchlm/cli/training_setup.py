@@ -1,0 +1,236 @@
+"""From what a person typed to a plan: find the data, make what is missing, choose the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scratchlm.config import ModelConfig, from_dict, load_config, preset, to_dict
+from scratchlm.data.sources import Source, find_sources
+from scratchlm.data.token_file import read_sidecar, token_paths
+from scratchlm.errors import ScratchLMError
+from scratchlm.training.ablations import ablate
+from scratchlm.training.choosing import (
+    Machine,
+    choose_model,
+    choose_settings,
+    choose_vocab_size,
+    fit_in_memory,
+)
+from scratchlm.training.plan import DataFiles, Plan
+from scratchlm.training.settings import TrainConfig, merge, parse_count
+
+if TYPE_CHECKING:
+    from scratchlm.tokenizer import CharTokenizer, Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for."""
+
+    data: list[str]
+    out: Path
+    preset: str | None = None
+    params: str | None = None
+    config: Path | None = None
+    ablation: str | None = None
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    val: Path | None = None
+    val_fraction: float = 0.1
+    separator: str | None = None
+    text_field: str = "text"
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def make_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
+    """Make the plan of a new run; raw text is tokenised on the way."""
+    tables = _config_tables(wish)
+    files = find_data(wish, tables.get("data", {}), machine, say)
+    info = read_sidecar(files.train)
+    model = _model(wish, tables.get("model", {}), info.count, info.vocab_size, machine)
+    chosen = choose_settings(model, info.count, machine).to_dict()
+    settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
+    if "batch_size" in tables.get("train", {}) and "micro_batch_size" not in tables["train"]:
+        whole = TrainConfig.from_dict({**settings.to_dict(), "micro_batch_size": None})
+        settings = fit_in_memory(model, whole, machine)
+    return Plan(model, settings, files)
+
+
+def _config_tables(wish: Wish) -> dict[str, Any]:
+    """Read --config (sections, or a model alone) and lay the overrides over it."""
+    tables: dict[str, Any] = {}
+    if wish.config is not None:
+        text = wish.config.read_text(encoding="utf-8")
+        sections = {}
+        if wish.config.suffix == ".toml":
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                sections = tomllib.loads(text)
+        if sections.keys() & {"model", "train", "data"}:
+            unknown = sections.keys() - {"model", "train", "data"}
+            if unknown:
+                raise ValueError(f"{wish.config}: unknown config key: {min(unknown)}")
+            tables = sections
+        else:
+            tables = {"model": to_dict(load_config(wish.config))}
+    return merge(tables, wish.overrides)
+
+
+# The model
+
+
+def _model(
+    wish: Wish, table: dict[str, Any], tokens: int, vocab_size: int, machine: Machine
+) -> ModelConfig:
+    named = [name for name in ("preset", "params") if getattr(wish, name)]
+    if wish.config is not None and "num_layers" in table:
+        named.append("config")
+    if len(named) > 1:
+        raise ValueError(f"choose the model by --{named[0]} or by --{named[1]}, not by both")
+    if named == ["config"]:
+        model = from_dict({"vocab_size": vocab_size, **table})
+    else:
+        if wish.preset:
+            model = preset(wish.preset).replace(vocab_size=vocab_size)
+        else:
+            params = parse_count(wish.params) if wish.params else None
+            model = choose_model(tokens, vocab_size, machine, params)
+        model = change_model(model, table)
+    return ablate(model, wish.ablation) if wish.ablation else model
+
+
+def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
+    """Change fields of a model; sizes that follow from others follow, parts are merged."""
+    whole, changes = to_dict(model), {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            part = merge(whole.get(name, {}), value)
+            value = getattr(from_dict({**whole, name: part}), name)
+        changes[name] = value
+    return model.replace(**changes) if changes else model
+
+
+# The data
+
+
+def find_data(wish: Wish, table: dict[str, Any], machine: Machine, say: Say) -> DataFiles:
+    """Find the token files: named in the config, prepared, a single file, or made from text."""
+    if not wish.data:
+        if "train" not in table:
+            raise ValueError("what to train on? give text files, a prepared folder or a token file")
+        return DataFiles.from_dict(table, Path.cwd())
+    first = Path(wish.data[0])
+    if len(wish.data) == 1 and is_prepared(first):
+        val = first / "val.bin"
+        files = DataFiles(first / "train.bin", val if val.exists() else None)
+    elif len(wish.data) == 1 and is_token_file(first):
+        files = DataFiles(token_paths(first)[0])
+    else:
+        return _from_text(wish, machine, say)
+    beside = Path(wish.tokenizer) if wish.tokenizer else files.train.parent
+    beside = beside / "tokenizer.json" if beside.is_dir() else beside
+    tokenizer = beside if wish.tokenizer or beside.exists() else None
+    return DataFiles(files.train, wish.val or files.val, tokenizer)
+
+
+def is_prepared(path: Path) -> bool:
+    """Say whether a path is a folder that `scratchlm prepare` has made."""
+    return path.is_dir() and (path / "train.bin").is_file()
+
+
+def is_token_file(path: Path) -> bool:
+    """Say whether a path names a token file."""
+    data, sidecar = token_paths(path)
+    return path.suffix == ".bin" or (data.is_file() and sidecar.is_file())
+
+
+def _from_text(wish: Wish, machine: Machine, say: Say) -> DataFiles:
+    from scratchlm.data import prepare
+
+    if "-" in wish.data:
+        raise ValueError("standard input can be read only once; run `scratchlm prepare -` first")
+    sources = find_sources(wish.data)
+    size = sum(source.size for source in sources)
+    separator = wish.separator or _found_separator(sources, say)
+    tokenizer = _tokenizer(wish, sources, size, machine, say)
+    folder = wish.out / "data"
+    say(f"encoding {size / 1e6:,.1f} MB with {tokenizer.vocab_size:,} tokens")
+    prepared = prepare(
+        wish.data,
+        tokenizer,
+        folder,
+        val_fraction=0.0 if wish.val else wish.val_fraction,
+        separator=separator,
+        field=wish.text_field,
+    )
+    for note in prepared.notes:
+        say(f"note: {note}")
+    val = wish.val or (folder / "val.bin" if prepared.val else None)
+    held_out = f", {prepared.val.count:,} held out" if prepared.val else ""
+    say(f"{prepared.train.count:,} tokens to train on{held_out}")
+    return DataFiles(folder / "train.bin", val, folder / "tokenizer.json")
+
+
+def _found_separator(sources: list[Source], say: Say) -> str | None:
+    """Look for end-of-text marks where the text begins: corpora that have them mean them."""
+    for source in sources:
+        if source.kind == "text" and not source.gzipped:
+            with open(source.path, "rb") as file:
+                if END_OF_TEXT.encode() in file.read(1 << 20):
+                    say(f"{source.name} has {END_OF_TEXT} marks: documents end there")
+                    return END_OF_TEXT
+    return None
+
+
+def _tokenizer(
+    wish: Wish, sources: list[Source], size: int, machine: Machine, say: Say
+) -> Tokenizer | CharTokenizer:
+    """Load the tokenizer that was named, or learn one from the text."""
+    from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
+    from scratchlm.tokenizer.training import read_text
+
+    if wish.tokenizer not in (None, "char", "bpe"):
+        assert wish.tokenizer is not None
+        if not Path(wish.tokenizer).exists():
+            raise ScratchLMError(
+                f"--tokenizer must be char, bpe, or a tokenizer's file or folder; "
+                f"{wish.tokenizer} does not exist"
+            )
+        return load_tokenizer(wish.tokenizer)
+    with _text_files(wish, sources) as files:
+        if wish.tokenizer == "char":
+            pieces = (piece for file in files for piece in read_text(file))
+            return CharTokenizer.of_text(pieces, [END_OF_TEXT])
+        vocab_size = wish.vocab_size or choose_vocab_size(size, machine)
+        say(f"learning a vocabulary of {vocab_size:,} tokens")
+        vocab, merges = train_bpe(files, vocab_size, [END_OF_TEXT])
+        return Tokenizer(vocab, merges, [END_OF_TEXT])
+
+
+@contextlib.contextmanager
+def _text_files(wish: Wish, sources: list[Source]) -> Iterator[list[str]]:
+    """Give the sources as plain text files; documents of other kinds are written out first."""
+    from scratchlm.data import iter_documents
+
+    if all(source.kind == "text" and not source.gzipped for source in sources):
+        yield [source.path for source in sources]
+        return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
+        written = 0
+        for document in iter_documents([s.path for s in sources], field=wish.text_field):
+            file.write(document + END_OF_TEXT)
+            written += len(document)
+            if written > SPOOL_BYTES:
+                break
+        file.flush()
+        yield [file.name]

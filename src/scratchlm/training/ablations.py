@@ -1,0 +1,33 @@
+"""Ablations: the same model with one thing changed, to see what it is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scratchlm.config import MLP, ModelConfig, NoNorm, NoPositions, SwiGLU
+
+
+def _silu(config: ModelConfig) -> ModelConfig:
+    """W2 SiLU(W1 x) has two matrices where SwiGLU has three: 3/2 the width, as many parameters."""
+    if not isinstance(config.ffn, SwiGLU):
+        raise ValueError(f"the silu ablation takes a SwiGLU apart; got {config.ffn}")
+    return config.replace(ffn=MLP("silu", bias=config.ffn.bias), d_ff=round(1.5 * config.d_ff))
+
+
+ABLATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "no-rope": lambda config: config.replace(positions=NoPositions()),
+    "no-norm": lambda config: config.replace(norm=NoNorm()),
+    "post-norm": lambda config: config.replace(norm_placement="post"),
+    "silu": _silu,
+    "tied-embeddings": lambda config: config.replace(tie_embeddings=True),
+}
+
+
+def ablate(config: ModelConfig, name: str) -> ModelConfig:
+    """Change the one thing an ablation is about."""
+    if name not in ABLATIONS:
+        raise ValueError(f"ablation must be one of {', '.join(ABLATIONS)}; got {name!r}")
+    changed = ABLATIONS[name](config)
+    if changed == config:
+        raise ValueError(f"the {name} ablation changes nothing: the model is that already")
+    return changed

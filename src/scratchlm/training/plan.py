@@ -1,0 +1,104 @@
+"""What a run is made from, and `config.toml`, where that is written down.
+
+[model]   the ModelConfig
+[train]   the TrainConfig, resolved
+[data]    train, val and tokenizer: paths, relative to the run where they lie inside it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scratchlm.checkpoint import find_checkpoints
+from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
+from scratchlm.errors import ScratchLMError
+from scratchlm.training.settings import TrainConfig
+
+NAME = "config.toml"
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The token files of a run, and the tokenizer they were made with."""
+
+    train: Path
+    val: Path | None = None
+    tokenizer: Path | None = None  # tokenizer.json
+
+    def to_dict(self, run: Path) -> dict[str, str]:
+        """Write as plain values."""
+        paths = {"train": self.train, "val": self.val, "tokenizer": self.tokenizer}
+        return {name: _written(path, run) for name, path in paths.items() if path is not None}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], run: Path) -> DataFiles:
+        """Read what `to_dict` wrote."""
+        unknown = values.keys() - {"train", "val", "tokenizer"}
+        if unknown or "train" not in values:
+            wrong = f"unknown config key: data.{min(unknown)}" if unknown else "no data.train"
+            raise ValueError(wrong)
+        return cls(**{name: run / path for name, path in values.items()})
+
+
+def _written(path: Path, run: Path) -> str:
+    path, run = path.absolute(), run.absolute()
+    return str(path.relative_to(run)) if path.is_relative_to(run) else str(path)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run's outcome depends on, besides the machine."""
+
+    model: ModelConfig
+    train: TrainConfig
+    data: DataFiles
+
+
+def write_plan(run: Path, plan: Plan) -> None:
+    """Write RUN/config.toml, whole or not at all."""
+    text = toml_text(
+        {
+            "model": to_dict(plan.model),
+            "train": plan.train.to_dict(),
+            "data": plan.data.to_dict(run),
+        }
+    )
+    beside = run / f".{NAME}.{os.getpid()}"
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text.lstrip("\n"))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(run / NAME)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def read_plan(run: str | os.PathLike[str]) -> Plan:
+    """Read RUN/config.toml."""
+    path = Path(run) / NAME
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Plan(
+            from_dict(tables["model"]),
+            TrainConfig.from_dict(tables["train"]),
+            DataFiles.from_dict(tables["data"], Path(run)),
+        )
+    except FileNotFoundError:
+        raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None
+    except KeyError as error:
+        raise ScratchLMError(f"{path}: no [{error.args[0]}] table") from None
+    except (TypeError, ValueError) as error:
+        raise ScratchLMError(f"{path}: {error}") from None
+
+
+def has_run(directory: str | os.PathLike[str]) -> bool:
+    """Say whether a directory holds a run that was begun."""
+    return (Path(directory) / NAME).exists() or bool(find_checkpoints(directory))

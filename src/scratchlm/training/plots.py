@@ -1,0 +1,150 @@
+"""Pictures of runs: the loss as it fell, the learning rate, the throughput; several runs together.
+
+Drawn with matplotlib's figure objects alone: no window, no global state.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+GREY = "#6b7280"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run's log as columns."""
+
+    steps: list[int]
+    loss: list[float]
+    lr: list[float]
+    tokens_per_second: list[float]
+    val_steps: list[int]
+    val_loss: list[float]
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Curves:
+        """Take the columns out of the lines of `metrics.jsonl`."""
+        train = [record for record in records if "loss" in record]
+        val = [record for record in records if record.get("val_loss") is not None]
+        return cls(
+            [record["step"] for record in train],
+            [record["loss"] for record in train],
+            [record["lr"] for record in train],
+            [record["clock"]["tokens_per_second"] for record in train],
+            [record["step"] for record in val],
+            [record["val_loss"] for record in val],
+        )
+
+    def smooth_loss(self) -> list[float]:
+        """Average the loss over the last fiftieth of the run or so."""
+        keep = 1 - 1 / max(1.0, len(self.loss) / 50)
+        out: list[float] = []
+        level = weight = 0.0
+        for value in self.loss:
+            level, weight = keep * level + (1 - keep) * value, keep * weight + (1 - keep)
+            out.append(level / weight)
+        return out
+
+
+def draw_run(records: Sequence[Mapping[str, Any]], floor: float | None = None) -> bytes:
+    """Draw one run as a PNG; `floor` is a loss that no model can beat, where it is known."""
+    from matplotlib.figure import Figure
+
+    curves = Curves.of(records)
+    figure = Figure(figsize=(9, 6.4), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(2.4, 1))
+    top = figure.add_subplot(grid[0, :])
+    top.plot(curves.steps, curves.loss, color=COLOURS[0], alpha=0.25, lw=0.8)
+    top.plot(curves.steps, curves.smooth_loss(), color=COLOURS[0], lw=1.6, label="training")
+    if curves.val_loss:
+        top.plot(
+            curves.val_steps,
+            curves.val_loss,
+            color=COLOURS[1],
+            lw=1.4,
+            marker="o",
+            ms=3.5,
+            label="held-out",
+        )
+    if floor is not None:
+        top.axhline(floor, color="#111827", ls="--", lw=1.2, label=f"entropy floor {floor:.4f}")
+    _frame(top, "step", "loss (nats per token)")
+    _limit(top, curves, floor)
+    top.legend(frameon=False)
+    rate = figure.add_subplot(grid[1, 0])
+    rate.plot(curves.steps, curves.lr, color=COLOURS[4], lw=1.4)
+    _frame(rate, "step", "learning rate")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    speed = figure.add_subplot(grid[1, 1])
+    speed.plot(curves.steps, curves.tokens_per_second, color=COLOURS[2], lw=1.2)
+    speed.set_ylim(bottom=0)
+    _frame(speed, "step", "tokens per second")
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    return _png(figure)
+
+
+def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
+    """Draw the losses of several runs together: training faint, held-out strong."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    lows, highs = [], []
+    for index, (name, records) in enumerate(runs.items()):
+        curves, colour = Curves.of(records), COLOURS[index % len(COLOURS)]
+        style = "-" if index < len(COLOURS) else "--"
+        held_out = bool(curves.val_loss)
+        smooth = curves.smooth_loss()
+        axes.plot(
+            curves.steps,
+            smooth,
+            style,
+            color=colour,
+            lw=1.0 if held_out else 1.6,
+            alpha=0.4 if held_out else 1.0,
+            label=None if held_out else name,
+        )
+        if held_out:
+            axes.plot(
+                curves.val_steps, curves.val_loss, style, color=colour, lw=1.8, ms=3, label=name
+            )
+        values = [*smooth, *curves.val_loss]
+        if values:
+            lows.append(min(values))
+            highs.append(sorted(values)[len(values) * 9 // 10])
+    if lows:
+        room = max(0.05, max(highs) - min(lows))
+        axes.set_ylim(min(lows) - 0.05 * room, max(highs) + 0.4 * room)
+    _frame(axes, "step", "loss (nats per token)")
+    axes.set_title("held-out loss (training loss faint)", fontsize=10, color=GREY, loc="left")
+    axes.legend(frameon=False)
+    return _png(figure)
+
+
+def _limit(axes: Any, curves: Curves, floor: float | None) -> None:
+    """Leave the first steep fall out of the picture where it would flatten all the rest."""
+    values = curves.loss[len(curves.loss) // 50 :] + curves.val_loss[1:]
+    if not values:
+        return
+    low = min(values) if floor is None else min([*values, floor])
+    high = max(values)
+    axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
+
+
+def _frame(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x, color=GREY)
+    axes.set_ylabel(y, color=GREY)
+    axes.grid(alpha=0.25, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#d1d5db")
+    axes.tick_params(colors=GREY, labelsize=9)
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

@@ -1,0 +1,230 @@
+"""`report.html`: what a run was, how it went, what it wrote; one file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scratchlm.accounting import Execution, Setup, count_parameters, memory
+from scratchlm.checkpoint import MODEL, find_checkpoints, read_manifest
+from scratchlm.errors import ScratchLMError
+from scratchlm.training.metrics import read_metrics
+from scratchlm.training.plan import NAME as CONFIG_NAME
+from scratchlm.training.plan import Plan, read_plan
+from scratchlm.training.plots import draw_run
+from scratchlm.training.throughput import CONVENTION, make_throughput
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report that the caller brings; `body` is HTML."""
+
+    title: str
+    body: str
+
+
+def write_report(
+    run: str | Path,
+    *,
+    title: str | None = None,
+    floor: float | None = None,
+    sections: Sequence[Section] = (),
+) -> Path:
+    """Write RUN/report.html and RUN/loss.png from what the run has on disk; return the page.
+
+    `floor`: a loss no model can beat, drawn as a line. `sections` follow the curves.
+    """
+    run = Path(run)
+    plan, records = read_plan(run), read_metrics(run)
+    if not any("loss" in record for record in records):
+        raise ScratchLMError(f"{run}: no step has been made yet; there is nothing to report")
+    picture = draw_run(records, floor)
+    parts = [
+        Section("In short", _summary(records, floor)),
+        Section(
+            "Loss, learning rate, throughput",
+            f'<img alt="loss curves" src="{_data_uri(picture)}">',
+        ),
+        *sections,
+        Section("What it wrote, as training went on", _samples(records)),
+        Section("The accounting beside what was measured", _accounting(run, plan, records)),
+        Section("Config", f"<pre>{html.escape((run / CONFIG_NAME).read_text())}</pre>"),
+    ]
+    page = _PAGE.format(
+        title=html.escape(title or f"Training run {run.absolute().name}"),
+        body="\n".join(
+            f"<section><h2>{html.escape(part.title)}</h2>\n{part.body}</section>"
+            for part in parts
+            if part.body
+        ),
+    )
+    (run / "loss.png").write_bytes(picture)
+    out = run / "report.html"
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay rows out as an HTML table; every cell is plain text."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    lines = [
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    ]
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
+    last = [record for record in records if "loss" in record][-1]
+    clock = last["clock"]
+    cards = [
+        ("steps", f"{last['step']:,}"),
+        ("tokens seen", f"{last['tokens']:,}"),
+        ("training loss", f"{last['loss']:.4f}"),
+    ]
+    held_out = [record for record in records if record.get("val_loss") is not None]
+    if held_out:
+        best = min(held_out, key=lambda record: record["val_loss"])
+        cards += [
+            ("best held-out loss", f"{best['val_loss']:.4f}"),
+            ("at step", f"{best['step']:,}"),
+            ("perplexity", f"{math.exp(best['val_loss']):,.2f}"),
+        ]
+        if best.get("bits_per_byte") is not None:
+            cards.append(("bits per byte", f"{best['bits_per_byte']:.4f}"))
+        if floor:
+            cards.append(("above the entropy floor", f"{best['val_loss'] / floor - 1:+.2%}"))
+    cards += [
+        ("time in steps", duration(clock["seconds"])),
+        ("tokens per second", f"{clock['tokens_per_second']:,.0f}"),
+    ]
+    if "mfu" in clock:
+        cards.append((f"MFU ({clock['mfu_convention']})", f"{clock['mfu']:.1%}"))
+    return (
+        '<div class="cards">'
+        + "".join(
+            f"<div><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+            for name, value in cards
+        )
+        + "</div>"
+    )
+
+
+def _samples(records: Sequence[Mapping[str, Any]]) -> str:
+    rows = [record for record in records if record.get("samples")]
+    if len(rows) > 8:  # the beginning teaches most: shrink towards it
+        wanted = {round((len(rows) - 1) * (i / 7) ** 1.5) for i in range(8)}
+        rows = [row for i, row in enumerate(rows) if i in wanted]
+    return "".join(
+        f"<h3>step {row['step']:,}</h3>"
+        + "".join(f"<blockquote>{html.escape(text)}</blockquote>" for text in row["samples"])
+        for row in rows
+    )
+
+
+def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> str:
+    """Set what was computed beforehand beside what happened."""
+    last = [record for record in records if "loss" in record][-1]
+    clock, model, settings = last["clock"], plan.model, plan.train
+    counted = count_parameters(model).unique
+    rows: list[Sequence[object]] = [
+        ("parameters", f"{counted:,}", _stored_parameters(run)),
+        ("tokens per step", f"{settings.tokens_per_step(model):,}", ""),
+    ]
+    throughput = make_throughput(model, settings.tokens_per_step(model), torch.device("cpu"))
+    flops = throughput.flops_per_token * throughput.tokens_per_step
+    rows.append((f"FLOPs per step ({CONVENTION})", f"{flops:.4g}", ""))
+    if clock.get("mfu"):
+        rate = clock["tokens_per_second"] * throughput.flops_per_token / clock["mfu"]
+        least = last["step"] * flops / rate
+        rows.append(("matmul rate of the machine", "", f"{rate / 1e9:,.0f} GFLOP/s"))
+        rows.append(
+            (
+                "time in steps",
+                f"{duration(least)} at 100 % MFU",
+                f"{duration(clock['seconds'])}, {least / clock['seconds']:.0%} overall",
+            )
+        )
+    setup = Setup(
+        phase="training",
+        batch=settings.micro_batch_size or settings.batch_size,
+        precision=settings.precision or "fp32",
+        optimizer=settings.optimizer,
+        execution=Execution(checkpointing=settings.checkpointing),
+        accumulate=(settings.micro_batch_size or settings.batch_size) < settings.batch_size,
+    )
+    predicted = float(memory(model, setup).training.value)
+    rows.append(("peak memory", _bytes(predicted), _bytes(clock["memory_bytes"])))
+    note = (
+        "<p>Measured memory is that of torch's allocator on a GPU; on a CPU it is the whole "
+        "process, Python and libraries included.</p>"
+    )
+    return table(("", "computed beforehand", "measured"), rows) + note
+
+
+def _stored_parameters(run: Path) -> str:
+    """Count the parameters in the newest checkpoint from the size of its tensors."""
+    found = find_checkpoints(run)
+    if not found:
+        return "no checkpoint"
+    from safetensors import safe_open
+
+    read_manifest(found[-1])
+    with safe_open(found[-1] / MODEL, framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    return f"{sum(math.prod(shape) for shape in shapes):,}"
+
+
+def duration(seconds: float) -> str:
+    """Say a time as people do: 12.3 s, 4:05 min, 3:02:10 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
+
+
+def _data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb;
+  margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; }}
+h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.15rem; margin: 0 0 .8rem; }}
+h3 {{ font-size: .9rem; color: #6b7280; margin: 1rem 0 .2rem; }}
+section {{ background: #fff; border: 1px solid #e5e7eb; border-radius: 10px;
+  padding: 1.2rem 1.4rem; margin: 1rem 0; overflow-x: auto; }}
+img {{ max-width: 100%; display: block; margin: auto; }}
+.cards {{ display: flex; flex-wrap: wrap; gap: 1rem 2rem; }}
+.cards div {{ display: flex; flex-direction: column; }}
+.cards b {{ font-size: 1.3rem; font-weight: 600; }}
+.cards span {{ color: #6b7280; font-size: .85rem; }}
+table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #f3f4f6; }}
+th {{ color: #6b7280; font-weight: 500; }}
+blockquote {{ margin: .2rem 0; padding: .4rem .8rem; background: #f3f4f6; border-radius: 6px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
+  font-size: .85rem; }}
+pre {{ font-size: .8rem; margin: 0; }} p {{ color: #6b7280; font-size: .85rem; }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
