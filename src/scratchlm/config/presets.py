@@ -98,6 +98,8 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": _qwen3(
         2_048, 48, 32, 768, num_kv_heads=4, ffn=MoE(128, 8, load_balance_weight=0.001)
     ),
+    # `scratchlm demo`: a story of its world fits in the context, its words in the vocabulary.
+    "demo": ModelConfig(640, 72, d_model=64, num_layers=3, num_heads=4),
 }
 
 

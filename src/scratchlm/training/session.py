@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batches, TokenFile, ValidationBatches
+from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.errors import ScratchLMError
 from scratchlm.ops import Ops
 from scratchlm.training.learner import Learner, build_model
@@ -124,9 +125,14 @@ def _batches(
 ) -> Data:
     pin, masked = device.type == "cuda", plan.train.document_mask
     context = plan.model.context_length
-    validation = None
+    validation: ValidationBatches | None = None
+    at_once = min(rows, plan.train.micro_batch_size or rows)
+    if plan.train.rows == "documents":
+        if "val" in files:
+            validation = DocumentValidationBatches(files["val"], context, at_once, pin_memory=pin)
+        whole = DocumentBatches(files["train"], context, rows, plan.train.seed, pin_memory=pin)
+        return Data(whole, validation, bytes_per_id)
     if "val" in files:
-        at_once = min(rows, plan.train.micro_batch_size or rows)
         validation = ValidationBatches(
             files["val"], context, at_once, document_ids=masked, pin_memory=pin
         )

@@ -18,6 +18,7 @@ SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("fp32", "bf16-mixed")
 COMPILE = ("off", "block", "model")
+ROWS = ("windows", "documents")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TrainConfig:
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: a twentieth of the steps, 200 at most
     decay_steps: int | None = None  # of wsd; None: a fifth of the steps
+    # sequences
+    rows: str = "windows"  # cut anywhere; or "documents": each begins one, which must fit
     # loss
     z_loss: float = 0.0
     document_mask: bool = False  # documents packed in one sequence do not see each other
@@ -148,6 +151,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
     "compile": COMPILE,
+    "rows": ROWS,
     "checkpointing": CHECKPOINTING,
 }
 

@@ -1,0 +1,109 @@
+"""One document a row: every sequence begins where a document begins.
+
+A window cut anywhere (`batches.py`) often starts in the middle of a document, where what was said
+before cannot be known. Where documents are short and what they say depends on their beginning,
+each gets a row of its own:
+
+    inputs    END  w₁  w₂ … wₙ   …         what follows the document fills the row up and counts
+    targets   w₁   w₂  …  wₙ END  ignored  nowhere: a row looks only back
+
+In training every other row, by a coin that is a function of (seed, epoch, document), leaves the
+first END out: people's prompts begin without it. The order of the documents is, as for windows, a
+pure function of (seed, step), each once an epoch. In validation every id is a target once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scratchlm.data.batches import Batch, Batches, ValidationBatches
+from scratchlm.data.permutation import derive_key, permute
+from scratchlm.data.token_file import TokenFile
+from scratchlm.errors import ScratchLMError
+
+_ORDER, _COIN = 3, 4  # what a key is derived for
+
+
+def find_documents(tokens: TokenFile, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each document's row starts (at the END before it) and its length, END included.
+
+    Documents must fit in `longest` ids.
+    """
+    if not tokens.ends_with_end_of_text():
+        raise ScratchLMError(f"{tokens.path}: documents must each end with the end-of-text id")
+    chunks, first = [], 0
+    for ids in tokens.chunks():
+        chunks.append(np.flatnonzero(ids == tokens.info.end_of_text) + first)
+        first += len(ids)
+    ends = np.concatenate(chunks).astype(np.int64)
+    lengths = np.diff(ends, prepend=-1)
+    if lengths.max() > longest:
+        raise ScratchLMError(
+            f"{tokens.path}: a document of {lengths.max()} ids does not fit in "
+            f"context_length={longest}"
+        )
+    return np.roll(ends, 1), lengths
+
+
+class DocumentBatches(Batches):
+    """Training batches of whole documents, epoch after epoch; arguments as for `Batches`."""
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(
+            tokens, context_length, batch_size, seed, rank, world_size, pin_memory=pin_memory
+        )
+        self._starts, self._lengths = find_documents(tokens, context_length)
+        self.num_windows = len(self._starts)
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's rows of the batch at `step`."""
+        index = self._my_rows(step)
+        epochs, places = index // self.num_windows, index % self.num_windows
+        chosen, bare = np.empty_like(index), np.empty_like(index)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            mine = epochs == epoch
+            key = derive_key(self.seed, epoch, _ORDER)
+            chosen[mine] = permute(places[mine], self.num_windows, key)
+            coins = permute(chosen[mine], self.num_windows, derive_key(key, _COIN))
+            bare[mine] = (coins % 2 == 1) & (self._lengths[chosen[mine]] > 1)
+        starts = (self._starts[chosen] + bare) % len(self.tokens)
+        return self._cut(starts, self._lengths[chosen] - bare)
+
+
+class DocumentValidationBatches(ValidationBatches):
+    """Every document of a file once, in order; arguments as for `ValidationBatches`."""
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        context_length: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(
+            tokens, context_length, batch_size, rank, world_size, pin_memory=pin_memory
+        )
+        self._starts, self._lengths = find_documents(tokens, context_length)
+        self.num_windows = len(self._starts)
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's rows of batch number `step`; rows past the last count nowhere."""
+        if step >= len(self):
+            raise IndexError(f"step must be below {len(self)}; got {step}")
+        index = self._my_rows(step)
+        filler = index >= self.num_windows
+        chosen = np.where(filler, 0, index)
+        return self._cut(self._starts[chosen], np.where(filler, 0, self._lengths[chosen]))

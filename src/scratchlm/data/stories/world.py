@@ -1,0 +1,150 @@
+"""The world of the demo's stories: its words, what goes with what, and what can be said.
+
+A name that comes up again, a thing that is put down, a place that is reached are no chance here
+but memory: they cost a model nothing once it looks back, and can be known in no other way. And
+what is never said, a pet's mood, can only be inferred from how the pet behaves.
+The notation of the sentences is explained in `grammar.py`.
+"""
+
+from __future__ import annotations
+
+from scratchlm.data.stories.grammar import Grammar, Law, Variable
+
+
+def _evenly(words: list[str]) -> Law:
+    return dict.fromkeys(words, 1 / len(words))
+
+
+SHE, HE = ["Anna", "Mia", "Nora", "Lucy"], ["Tom", "Ben", "Oscar", "Paul"]
+ONE, MANY = (
+    ["ball", "kite", "lamp", "book", "drum", "basket"],
+    ["keys", "shoes", "apples", "marbles"],
+)
+
+_VARIABLES = {
+    "pet": Variable({"cat": 0.50, "dog": 0.30, "hen": 0.20}),
+    "seat": Variable(
+        depends_on="pet",
+        laws={
+            "cat": {"mat": 0.85, "chair": 0.10, "floor": 0.05},
+            "dog": {"floor": 0.50, "mat": 0.30, "porch": 0.20},
+            "hen": {"fence": 0.70, "roof": 0.20, "chair": 0.10},
+        },
+    ),
+    "mood": Variable({"playful": 0.55, "sleepy": 0.45}),
+    "who": Variable(_evenly(SHE + HE)),
+    "friend": Variable(_evenly(SHE + HE), other_than="who"),
+    "thing": Variable(_evenly(ONE + MANY)),
+    "colour": Variable({"red": 0.30, "blue": 0.25, "green": 0.20, "yellow": 0.15, "white": 0.10}),
+    "place": Variable(_evenly(["park", "market", "garden", "forest", "village", "harbour"])),
+    "spot": Variable({"bed": 0.30, "door": 0.25, "stairs": 0.20, "table": 0.15, "wall": 0.10}),
+}
+
+_FREELY: dict[str, Law] = {
+    "near": {"behind": 0.40, "beside": 0.35, "near": 0.25},
+    "around": {"on": 0.45, "near": 0.30, "around": 0.25},
+    "size": {"big": 0.30, "small": 0.25, "old": 0.20, "new": 0.15, "heavy": 0.10},
+    "kind": {"black": 0.35, "brown": 0.30, "big": 0.20, "small": 0.15},
+    "day": _evenly(["morning", "Monday", "Friday", "Sunday", "evening", "summer"]),
+    "part": {"morning": 0.45, "evening": 0.35, "night": 0.20},
+    "weather": {"warm": 0.35, "cold": 0.25, "windy": 0.20, "sunny": 0.12, "foggy": 0.08},
+    "glad": {"happy": 0.40, "proud": 0.25, "tired": 0.20, "hungry": 0.15},
+    "slowly": {"slowly": 0.40, "quickly": 0.30, "quietly": 0.20, "softly": 0.10},
+    "walked": {"walked": 0.40, "ran": 0.25, "went": 0.20, "hurried": 0.15},
+    "shelf": {"shelf": 0.40, "table": 0.30, "bed": 0.20, "bench": 0.10},
+    "saw": {"bird": 0.35, "mouse": 0.30, "bee": 0.20, "leaf": 0.15},
+}
+
+_FORMS = {
+    "she": dict.fromkeys(SHE, "she") | dict.fromkeys(HE, "he"),
+    "She": dict.fromkeys(SHE, "She") | dict.fromkeys(HE, "He"),
+    "her": dict.fromkeys(SHE, "her") | dict.fromkeys(HE, "his"),
+    "him": dict.fromkeys(SHE, "her") | dict.fromkeys(HE, "him"),
+    "it": dict.fromkeys(ONE, "it") | dict.fromkeys(MANY, "them"),
+    "they": dict.fromkeys(ONE, "it") | dict.fromkeys(MANY, "they"),
+    "They": dict.fromkeys(ONE, "It") | dict.fromkeys(MANY, "They"),
+    "was": dict.fromkeys(ONE, "was") | dict.fromkeys(MANY, "were"),
+}
+
+_HOME = "The $pet sat on the $seat . @sign:mood @arrival @lost @search @end"
+_SPOT = "$thing.They $thing.was ~near the $spot ."
+
+_SENTENCES: dict[str, Law] = {
+    "story": {"@home": 0.45, "@errand": 0.35, "@game": 0.20},
+    # At home: a pet, whose mood shows, and a thing that is lost and found.
+    "home": {_HOME: 1.0},
+    "sign:playful": {
+        "It watched a ~saw .": 0.65,
+        "Its tail moved ~slowly .": 0.30,
+        "Its eyes were closed .": 0.05,
+    },
+    "sign:sleepy": {
+        "It watched a ~saw .": 0.10,
+        "Its tail moved ~slowly .": 0.25,
+        "Its eyes were closed .": 0.65,
+    },
+    "arrival": {
+        "$who came back from the $place .": 0.50,
+        "In the ~part $who opened the door .": 0.30,
+        "It was ~weather , and $who came in ~slowly .": 0.20,
+    },
+    "lost": {
+        "$who.She wanted to find $who.her $colour $thing .": 0.60,
+        "$who.She had lost $who.her ~size $thing .": 0.40,
+    },
+    "search": {
+        "@look , and there $thing.they $thing.was .": 0.40,
+        "@look , but $thing.they $thing.was not there . @help:mood": 0.60,
+    },
+    "look": {"$who.She looked ~around the $seat": 1.0},
+    "help:playful": {
+        f"The $pet jumped up and ran to the $spot . {_SPOT}": 0.90,
+        f"The $pet slept on . Then $who saw the $spot . {_SPOT}": 0.10,
+    },
+    "help:sleepy": {
+        f"The $pet jumped up and ran to the $spot . {_SPOT}": 0.05,
+        f"The $pet slept on . Then $who saw the $spot . {_SPOT}": 0.95,
+    },
+    # An errand: a thing goes to a place, where somebody is met, and one of the two carries it on.
+    "errand": {
+        "@setting $who took $who.her $colour $thing to the $place . In the $place $who.she met "
+        "$friend . @talk @pass": 1.0,
+    },
+    "setting": {
+        "It was a ~weather ~day .": 0.40,
+        "One ~day": 0.35,
+        "On a ~weather ~day": 0.25,
+    },
+    "talk": {
+        "$friend was ~glad .": 0.50,
+        "$friend had a ~kind $pet . The $pet sat on the $seat and saw the $thing .": 0.30,
+        "$who.She talked to $friend.him ~slowly .": 0.20,
+    },
+    "pass": {
+        "$who gave $friend the $thing . Then they ~walked home , and $friend put $thing.it "
+        "~near the ~shelf .": 0.55,
+        "$who kept the $thing . Then they ~walked home , and $who put $thing.it "
+        "~near the ~shelf .": 0.45,
+    },
+    # A game: one hides a thing, the other looks for it.
+    "game": {
+        "$who and $friend were in the $place . @plan $who hid $thing.it ~near the $spot , and "
+        "$friend looked for $thing.it . @turn @end": 1.0,
+    },
+    "plan": {
+        "They had the $colour $thing with them .": 0.50,
+        "It was ~weather , and they played with the $thing .": 0.50,
+    },
+    "turn": {
+        "$friend.She ~walked to the $spot , and there $thing.they $thing.was .": 0.60,
+        "$friend.She did not find $thing.it . At last $who ~walked to the $spot and showed "
+        "$friend.him the $thing .": 0.40,
+    },
+    "end": {
+        "$who was ~glad .": 0.40,
+        "Then $who.she put the $thing on the ~shelf .": 0.35,
+        "In the ~part $who took the $thing to the ~shelf .": 0.25,
+    },
+}
+
+STORIES = Grammar(_SENTENCES, _VARIABLES, _FREELY, _FORMS)
