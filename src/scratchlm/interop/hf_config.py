@@ -200,7 +200,7 @@ def _read_qwen3(said: _Reader) -> ModelConfig:
 def _read_qwen3_moe(said: _Reader) -> ModelConfig:
     said.only("decoder_sparse_step", 1)
     said.only("mlp_only_layers", [], None)
-    window = _window(said, default_first=0)  # the class has no other layers, and no word for them
+    window = _window(said, from_layer=False)
     attention = Attention(qk_norm=True, bias=_bias(said), sliding_window=window)
     return _read_llama_like(
         said,
@@ -271,22 +271,28 @@ def _refuse_layer_types(said: _Reader, kind: str) -> None:
         raise ValueError(f"layer_types must be {kind} for each of {layers}; got {shown(kinds)}")
 
 
-def _window(said: _Reader, default_first: int = 28) -> int | None:
+def _window(said: _Reader, from_layer: bool = True) -> int | None:
     """Read Qwen's sliding window, which all of its layers must share, or none have.
 
-    Dense models window the layers from `max_window_layers` on.
+    Dense models window the layers from `max_window_layers` on; sparse ones have no such word.
     """
+    said.only("use_mrope", False)
     used, window = said.flag("use_sliding_window", False), said.get("sliding_window", 4096)
-    first, kinds = said.get("max_window_layers", default_first), said.get("layer_types")
+    first, kinds = said.get("max_window_layers", 28 if from_layer else 0), said.get("layer_types")
     layers = said.get("num_hidden_layers")
-    all_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-    if not used or window is None or all_full:
+    if type(first) is not int or type(layers) is not int:
+        raise TypeError(f"max_window_layers must be a whole number; got {shown(first)}")
+    if kinds is None:
+        none = from_layer and first >= layers
+    else:
+        none = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if not used or window is None or none:
         _refuse_layer_types(said, "full_attention")
         return None
     if kinds is None and first != 0:
         raise ValueError(
             "all layers must have the sliding window, or none; "
-            f"got max_window_layers={shown(first)} of {layers}"
+            f"got max_window_layers={first} of {layers}"
         )
     _refuse_layer_types(said, "sliding_attention")
     return window
