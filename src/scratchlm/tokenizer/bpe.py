@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import regex
 
 from scratchlm.tokenizer.merging import Merger
 from scratchlm.tokenizer.patterns import PATTERNS, compile_pattern, pattern_name
@@ -113,13 +113,12 @@ class Tokenizer:
     def encode_bytes(self, data: bytes) -> list[int]:
         """Turn bytes into ids that decode to them; what is no UTF-8 is merged as it stands."""
         text = data.decode("utf-8", errors="surrogateescape")
-        ids: list[int] = []
-        for i, part in enumerate(regex.split("([\udc80-\udcff]+)", text)):
-            if i % 2:
-                word = part.encode("utf-8", errors="surrogateescape")
-                ids += self._merger.merge(word)
-            else:
-                ids += self.encode(part, allowed_special=())
+        parts = re.split("([\udc80-\udcff]+)", text)  # the odd ones are what is no UTF-8
+        texts = np.split(*self._encode_texts(parts[::2]))
+        ids = texts[0].tolist()
+        for text_ids, part in zip(texts[1:], parts[1::2], strict=False):
+            ids += self._merger.merge(part.encode("utf-8", errors="surrogateescape"))
+            ids += text_ids.tolist()
         return ids
 
     def encode_iterable(

@@ -35,8 +35,10 @@ _ALSO = {
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "gpt4",
 }
 
-# A pattern that came from a file may be a trap; matching one word must not take this long.
+# A pattern that came from a file may be a trap: matching may take this long, plus what a slow but
+# honest pattern needs for a text's length.
 MATCH_SECONDS = 10.0
+CHARACTERS_PER_SECOND = 100_000
 
 
 def pattern_name(pattern: str) -> str | None:
@@ -68,10 +70,11 @@ def split_words(text: str, pattern: str) -> list[str]:
     text. (The named patterns match every character.)
     """
     compiled = compile_pattern(pattern)
+    limit = MATCH_SECONDS + len(text) / CHARACTERS_PER_SECOND
     words = []
     end = 0
     try:
-        for match in compiled.finditer(text, timeout=MATCH_SECONDS):
+        for match in compiled.finditer(text, timeout=limit):
             if match.start() > end:
                 words.append(text[end : match.start()])
             if match.end() > match.start():
@@ -80,7 +83,7 @@ def split_words(text: str, pattern: str) -> list[str]:
     except TimeoutError:
         raise ValueError(
             f"pattern {PATTERNS.get(pattern, pattern)[:80]!r} took longer than "
-            f"{MATCH_SECONDS:g} s on {len(text)} characters"
+            f"{limit:.3g} s on {len(text)} characters"
         ) from None
     if end < len(text):
         words.append(text[end:])

@@ -85,7 +85,10 @@ def check_merges(
     """Check merges and number them: (left id, right id) → (rank, id of the two joined)."""
     table: dict[tuple[int, int], tuple[int, int]] = {}
     checked = []
-    for rank, (left, right) in enumerate(merges):
+    for rank, merge in enumerate(merges):
+        if len(merge) != 2 or not all(isinstance(side, bytes) for side in merge):
+            raise TypeError(f"merge {rank} must be two byte strings; got {merge!r:.60}")
+        left, right = merge
         try:
             pair = (id_of[left], id_of[right])
             joined = id_of[left + right]

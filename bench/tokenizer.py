@@ -1,0 +1,183 @@
+"""Measure the tokenizer beside HF `tokenizers` and tiktoken: training, and encoding one string.
+
+`python bench/tokenizer.py TEXT` grows TEXT (tinyshakespeare is a good one) to about 11 MB twice:
+- plain: repeated, so that no new words come;
+- varied: repeated, with 15 % of the longer words respelt in each copy but the first, so that new
+  words keep coming.
+Ours and the peers run in turn, `--repeat` times; the figure is the median, the ratio the median of
+the ratios within a turn. Encoding starts from a new tokenizer each time (nothing in its cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+
+from results import machine, table, versions, write_section
+from scratchlm.tokenizer import PATTERNS, Tokenizer, train_bpe
+
+SIZE = 11_000_000
+VOCAB = 8192
+SPECIAL = "<|endoftext|>"
+
+
+def plain(text: str) -> str:
+    return text * max(1, round(SIZE / len(text.encode())))
+
+
+def varied(text: str) -> str:
+    rng = random.Random(0)
+    vowels, consonants = "aeiou", "bcdfghklmnprst"
+
+    def respelt(word: str) -> str:
+        letters = []
+        for letter in word:
+            kind = next((k for k in (vowels, consonants) if letter in k), "")
+            letters.append(rng.choice(kind) if kind and rng.random() < 0.35 else letter)
+        return "".join(letters)
+
+    words = re.findall(r"\w+|\W+", text)
+    copies = [text]
+    for _ in range(max(1, round(SIZE / len(text.encode()))) - 1):
+        copies.append(
+            "".join(
+                respelt(w) if len(w) > 3 and w.isalpha() and rng.random() < 0.15 else w
+                for w in words
+            )
+        )
+    return "".join(copies)
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def compare(jobs: dict[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
+    """Time jobs in turn, so that a busy machine is busy for all of them."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(repeat):
+        for name, job in jobs.items():
+            times[name].append(timed(job))
+    return times
+
+
+def train_theirs(path: str) -> None:
+    theirs = tokenizers.ByteLevelBPETokenizer()
+    theirs.train(
+        [path], vocab_size=VOCAB, min_frequency=0, show_progress=False, special_tokens=[SPECIAL]
+    )
+
+
+def measure_training(corpora: dict[str, str], repeat: int) -> list[list[str]]:
+    rows = []
+    for name, text in corpora.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "text.txt"
+            path.write_text(text, encoding="utf-8")
+            jobs = {
+                "theirs": lambda path=path: train_theirs(str(path)),
+                "ours": lambda path=path: train_bpe(path, VOCAB, [SPECIAL]),
+            }
+            times = compare(jobs, repeat)
+        ratio = statistics.median(
+            b / a for a, b in zip(times["ours"], times["theirs"], strict=True)
+        )
+        seconds = {who: statistics.median(each) for who, each in times.items()}
+        rows.append(
+            [name, f"{seconds['theirs']:.2f} s", f"{seconds['ours']:.2f} s", f"{ratio:.2f}×"]
+        )
+    return rows
+
+
+def measure_encoding(corpora: dict[str, str], repeat: int) -> list[list[str]]:
+    rows = []
+    for name, text in corpora.items():
+        megabytes = len(text.encode()) / 1e6
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "text.txt"
+            path.write_text(text, encoding="utf-8")
+            vocab, merges = train_bpe(path, VOCAB, [SPECIAL])
+            for pattern in ("gpt2", "gpt4"):
+                warm = Tokenizer(vocab, merges, [SPECIAL], pattern)
+                hf = tokenizers.Tokenizer.from_file(str(warm.save(folder)))
+                ranks = {piece: i for i, piece in vocab.items() if i < VOCAB - 1}
+                tik = tiktoken.Encoding(
+                    "ours",
+                    pat_str=PATTERNS[pattern],
+                    mergeable_ranks=ranks,
+                    special_tokens={SPECIAL: VOCAB - 1},
+                )
+                assert tik.encode_ordinary(text) == warm.encode(text, allowed_special=())
+                cold = [Tokenizer(vocab, merges, [SPECIAL], pattern) for _ in range(repeat)]
+                times = compare(
+                    {
+                        "tiktoken": lambda tik=tik, text=text: tik.encode_ordinary(text),
+                        "ours": lambda cold=cold, text=text: cold.pop().encode(text),
+                        "warm": lambda warm=warm, text=text: warm.encode_array(text),
+                    },
+                    repeat,
+                )
+                speed = {who: megabytes / statistics.median(each) for who, each in times.items()}
+                slow = megabytes / timed(lambda hf=hf, text=text: hf.encode(text))
+                ratio = statistics.median(
+                    b / a for a, b in zip(times["ours"], times["tiktoken"], strict=True)
+                )
+                rows.append(
+                    [
+                        f"{name}, {pattern}",
+                        f"{slow:.1f}",
+                        f"{speed['tiktoken']:.1f}",
+                        f"{speed['ours']:.1f}",
+                        f"{speed['warm']:.1f}",
+                        f"{ratio:.2f}×",
+                    ]
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("text", type=Path, help="an English text, such as tinyshakespeare.txt")
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    text = arguments.text.read_text(encoding="utf-8")
+    corpora = {"plain": plain(text), "varied": varied(text)}
+    words = {name: len(set(re.findall(r"\w+", corpus))) for name, corpus in corpora.items()}
+    training = measure_training(corpora, arguments.repeat)
+    encoding = measure_encoding(corpora, arguments.repeat)
+    sizes = ", ".join(
+        f"{name}: {len(corpora[name].encode()) / 1e6:.1f} MB, {count:,} different words"
+        for name, count in words.items()
+    )
+    body = "\n\n".join(
+        [
+            f"{arguments.text.name} grown to {sizes}. Median of {arguments.repeat} turns; ratio: "
+            "peer's time over ours, the median of the turns. One process, one string.",
+            f"Training to {VOCAB} tokens, words counted and merges learnt (seconds):",
+            table(["text", "HF tokenizers", "ours", "ratio"], training),
+            "Encoding (MB/s; ours as a list, from an empty cache; `encode_array` with a full one):",
+            table(
+                ["text, pattern", "HF", "tiktoken", "ours", "ours, array, warm", "ours : tiktoken"],
+                encoding,
+            ),
+        ]
+    )
+    command = f"python bench/tokenizer.py {arguments.text.name}"
+    with_ = versions("numpy", "regex", "tokenizers", "tiktoken")
+    write_section("Tokenizer, CPU", command, machine(), with_, body)
+    print(body)
+
+
+if __name__ == "__main__":
+    main()
