@@ -388,7 +388,6 @@ def test_where_ids_cannot_be_checked_they_give_nan_and_no_fault():
     unseen either."""
     compiled = torch.compile(model(), fullgraph=True, backend="aot_eager")
     logits = compiled(torch.tensor([[3, 29, 4], [1, 2, 3]]))
-    assert logits[0, 0].isfinite().all()
     assert logits[0, 1:].isnan().all()
     assert logits[1].isfinite().all()
     misplaced = compiled(ids(1, 2), positions=torch.tensor([[0, 24]]))

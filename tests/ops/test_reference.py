@@ -114,13 +114,15 @@ def test_reference_gradients_are_right(name):
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax", "attention"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_computed_in_float32(name, dtype):
-    """The result is the float32 result, rounded once: as near as the dtype can say it."""
+    """The result is the float32 result, rounded once: off by half a unit at the most."""
     ours, _, draw = AGAINST_TORCH[name]
-    low = tuple(argument.to(dtype) for argument in draw(torch.float32))
-    result = ours(*low)
-    assert result.dtype == dtype
-    exact = ours(*(argument.to(F64) for argument in low))
-    torch.testing.assert_close(result.to(F64), exact, atol=1e-5, rtol=torch.finfo(dtype).eps)
+    for _ in range(20):
+        low = tuple(argument.to(dtype) for argument in draw(torch.float32))
+        result = ours(*low)
+        assert result.dtype == dtype
+        exact = ours(*(argument.to(F64) for argument in low))
+        half_a_unit = 0.501 * torch.finfo(dtype).eps
+        torch.testing.assert_close(result.to(F64), exact, atol=1e-5, rtol=half_a_unit)
 
 
 def test_embedding_looks_rows_up():

@@ -5,7 +5,7 @@
     logits = W_head Norm(x)
 
 Token ids are checked where they enter, on the CPU. On an accelerator a check would wait for the
-device in every step; there an id outside the vocabulary is kept from the lookup and its token set
+device in every step; there an id outside the vocabulary is kept from the lookup and its row turns
 to NaN (`ops/ranges.py`), so that nothing faults, nothing waits, and the loss shows it.
 """
 
