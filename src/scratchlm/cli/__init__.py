@@ -12,7 +12,17 @@ from typing import Annotated
 import typer
 
 from scratchlm import __version__
-from scratchlm.cli import account, config, evaluate, generate, interop, prepare, tokenizer, train
+from scratchlm.cli import (
+    account,
+    config,
+    demo,
+    evaluate,
+    generate,
+    interop,
+    prepare,
+    tokenizer,
+    train,
+)
 from scratchlm.errors import ScratchLMError
 
 app = typer.Typer(
@@ -28,6 +38,7 @@ config.register(app)
 tokenizer.register(app)
 prepare.register(app)
 train.register(app)
+demo.register(app)
 evaluate.register(app)
 account.register(app)
 interop.register(app)

@@ -1,0 +1,198 @@
+"""The demo's world on disk: corpus, tokenizer, token files, and the floor of its held-out text."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scratchlm.config import preset
+from scratchlm.data import TokenFile, prepare
+from scratchlm.data.stories import END, Entropy, StorySource, to_text, to_words
+from scratchlm.errors import ScratchLMError
+from scratchlm.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from scratchlm.training import DataFiles, Plan, TrainConfig, has_run, hold_run, read_plan
+from scratchlm.training.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from scratchlm.cli.demo.trial import Forecast
+
+VOCAB_SIZE = 1_024  # more than these stories need: every word becomes one token
+VAL_FRACTION = 0.05
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asks of the demo."""
+
+    out: Path
+    seed: int
+    steps: int
+    sentences: int
+
+    def command(self) -> str:
+        """Write what was asked as a command."""
+        return (
+            f"scratchlm demo --out {self.out} --seed {self.seed} --steps {self.steps} "
+            f"--sentences {self.sentences}"
+        )
+
+    def settings(self) -> TrainConfig:
+        """Return how the model is trained."""
+        return TrainConfig(
+            steps=self.steps,
+            batch_size=32,
+            seed=self.seed,
+            lr=6e-3,
+            min_lr=1e-4,
+            weight_decay=0.1,
+            rows="documents",
+            ema=min(0.99, 1 - 10 / max(11, self.steps)),
+            precision="fp32",
+            eval_every=max(1, self.steps // 10),
+        )
+
+
+@dataclass
+class World:
+    """The source and what was made from it."""
+
+    out: Path
+    source: StorySource
+    tokenizer: Tokenizer
+    plan: Plan
+    entropy: Entropy
+    floor: float  # nats per token: what the truth itself scores on the held-out text
+    held_out: list[list[str]] = field(repr=False)  # stories, as words
+    begun: bool = False
+    finished: bool = False
+    forecast: Forecast | None = None
+
+    def say_start(self, step: int) -> str:
+        """Say whether a run begins, goes on, or is over."""
+        if self.finished:
+            return f"trained already; {self.out} is shown as it is (--fresh starts clean)"
+        if self.begun:
+            return f"going on with the demo in {self.out} from step {step:,}"
+        return f"a new demo in {self.out}"
+
+
+def make_world(wanted: Wanted, say: Say) -> World:
+    """Write corpus, tokenizer and token files, or take up those of a demo that was begun."""
+    source = StorySource()
+    begun = has_run(wanted.out)
+    if begun:
+        plan = _continued(wanted)
+    else:
+        plan = _from_scratch(wanted, source, say)
+    assert plan.data.tokenizer is not None
+    assert plan.data.val is not None
+    tokenizer = load_tokenizer(plan.data.tokenizer)
+    assert isinstance(tokenizer, Tokenizer)
+    held_out = read_stories(plan.data.val, tokenizer)
+    floor = floor_of(source, tokenizer, held_out)
+    entropy = source.entropy(lambda text: len(tokenizer.encode(text)))
+    say(
+        f"entropy of the source: {entropy.nats:.2f} nats in a story of {entropy.tokens:.1f} tokens:"
+        f" {entropy.per_token:.4f} a token"
+    )
+    say(
+        f"the floor: on the {len(held_out):,} held-out stories the truth itself scores {floor:.4f};"
+        " no model can expect to do better"
+    )
+    reached = _last_step(wanted.out) if begun else 0
+    finished = reached >= plan.train.steps
+    return World(wanted.out, source, tokenizer, plan, entropy, floor, held_out, begun, finished)
+
+
+def _from_scratch(wanted: Wanted, source: StorySource, say: Say) -> Plan:
+    folder = wanted.out / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "corpus.txt"
+    stories = source.stories(wanted.seed, wanted.sentences)
+    corpus.write_text("".join(map(to_text, stories)), encoding="utf-8")
+    sentences = sum(story.count(".") for story in stories)
+    say(f"wrote {len(stories):,} stories, {sentences:,} sentences: {corpus}")
+    say(f"  {to_text(stories[0][:-1])}")
+    vocab, merges = train_bpe(str(corpus), VOCAB_SIZE, [END])
+    tokenizer = Tokenizer(vocab, merges, [END])
+    prepared = prepare(
+        [corpus],
+        tokenizer,
+        folder,
+        val_fraction=VAL_FRACTION,
+        split="documents",
+        separator=END,
+        workers=1,
+        overwrite=True,
+    )
+    if prepared.val is None:
+        raise ScratchLMError(f"--sentences {wanted.sentences}: too few to hold a story out")
+    say(
+        f"learnt a tokenizer of {tokenizer.vocab_size} tokens; {prepared.train.count:,} tokens to "
+        f"train on, {prepared.val.count:,} held out"
+    )
+    model = preset("demo").replace(vocab_size=tokenizer.vocab_size)
+    files = DataFiles(folder / "train.bin", folder / "val.bin", folder / "tokenizer.json")
+    return Plan(model, wanted.settings(), files)
+
+
+def _continued(wanted: Wanted) -> Plan:
+    """Take up the plan of a demo that was begun; it must be the one that is asked for."""
+    plan = read_plan(wanted.out)
+    corpus = wanted.out / "data" / "corpus.txt"
+    if plan.train.rows != "documents" or not corpus.is_file():
+        raise ScratchLMError(f"{wanted.out} holds a run that is no demo; choose another --out")
+    for name in ("seed", "steps"):
+        then, now = getattr(plan.train, name), getattr(wanted, name)
+        if then != now:
+            raise ScratchLMError(_another(wanted, name, then, now))
+    sentences = corpus.read_text(encoding="utf-8").count(".")
+    if not 0 <= sentences - wanted.sentences < 20:  # the last story is told to its end
+        raise ScratchLMError(_another(wanted, "sentences", f"about {sentences}", wanted.sentences))
+    return plan
+
+
+def _another(wanted: Wanted, name: str, then: object, now: object) -> str:
+    return (
+        f"{wanted.out} holds a demo with --{name} {then}; got {now}: "
+        "--fresh starts clean, another --out keeps both"
+    )
+
+
+def _last_step(out: Path) -> int:
+    try:
+        return max((record["step"] for record in read_metrics(out) if "loss" in record), default=0)
+    except ScratchLMError:
+        return 0
+
+
+def begin_afresh(out: Path) -> None:
+    """Remove what a demo has written in a folder, and nothing else."""
+    if not has_run(out):
+        return
+    if not (out / "data" / "corpus.txt").is_file():
+        raise ScratchLMError(f"{out} holds a run that is no demo; choose another --out")
+    with hold_run(out):
+        for name in ("checkpoints", "data"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("config.toml", "metrics.jsonl", "report.html", "loss.png"):
+            (out / name).unlink(missing_ok=True)
+
+
+def read_stories(path: Path, tokenizer: Tokenizer) -> list[list[str]]:
+    """Read the stories of a token file back as words, END last."""
+    with TokenFile(path, expect_fingerprint=tokenizer.fingerprint()) as file:
+        text = tokenizer.decode(file.read(0, len(file)).tolist())
+    return [to_words(story + END) for story in text.split(END)[:-1]]
+
+
+def floor_of(source: StorySource, tokenizer: Tokenizer, stories: list[list[str]]) -> float:
+    """Return −ln P(stories) per token, P the truth."""
+    nats = math.fsum(nat for story in stories for nat in source.surprisals(story))
+    return nats / sum(len(tokenizer.encode(to_text(story))) for story in stories)

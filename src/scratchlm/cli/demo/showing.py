@@ -1,0 +1,225 @@
+"""What the demo shows: the accounting, the way to the floor, stories, next words, the verdict."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from scratchlm.cli.demo import LOSS_WITHIN, WORD_WITHIN
+from scratchlm.cli.demo.corpus import World
+from scratchlm.cli.demo.words import Comparison, Written
+from scratchlm.cli.training_console import TrainingConsole
+from scratchlm.training import read_metrics
+from scratchlm.training.report import Section, duration, table
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def accounting_lines(world: World) -> list[str]:
+    """Say what the model is and what training it will take."""
+    forecast, model = world.forecast, world.plan.model
+    assert forecast is not None
+    return [
+        f"model: {forecast.parameters:,} parameters ({model.num_layers} layers, d_model "
+        f"{model.d_model}, {model.num_heads} heads, d_ff {model.d_ff}, context "
+        f"{model.context_length}, vocabulary {model.vocab_size})",
+        f"training: {forecast.steps:,} steps of {world.plan.train.batch_size} stories; "
+        f"{forecast.flops_per_step:.3g} FLOPs and {forecast.memory_bytes / 2**20:.1f} MiB a step",
+        f"this machine: {forecast.matmul_rate / 1e9:,.0f} GFLOP/s in large matmuls: "
+        f"{duration(forecast.least_seconds)} if that were all",
+        f"predicted training time: {duration(forecast.seconds)} "
+        f"({forecast.step_seconds * 1e3:.0f} ms a step, in a trial that is thrown away)",
+    ]
+
+
+class FloorConsole(TrainingConsole):
+    """The training console, which also says how far the held-out loss is from the floor."""
+
+    def __init__(self, world: World) -> None:
+        plan = world.plan
+        super().__init__(plan.train.steps, plan.train.tokens_per_step(plan.model))
+        self.floor = world.floor
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Print the held-out loss and its distance from the floor; the bar is logarithmic."""
+        loss = record["val_loss"]
+        if loss is None:
+            super().evaluated(record)
+            return
+        above = loss / self.floor - 1
+        self.held_out = f"held-out {loss:.4f} ({above:+.1%})"
+        self.say(
+            f"step {record['step']:>5,}: held-out loss {loss:.4f}, floor {self.floor:.4f} "
+            f"{above:>+9.2%} {bar(distance(above), 24)}"
+        )
+
+
+def distance(above: float) -> float:
+    """Place a relative distance on a scale of equal ratios: 0.3 % is 0, 3000 % is 1."""
+    return math.log(max(above, 0.003) / 0.003) / math.log(30 / 0.003)
+
+
+def bar(share: float, width: int) -> str:
+    """Draw a share of 1 as a bar of characters."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    return (_EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip().ljust(width)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What was measured, held against what was promised."""
+
+    val_loss: float
+    above: float  # val_loss / floor − 1
+    worst: Comparison
+    seconds: float  # in steps
+
+    @property
+    def loss_holds(self) -> bool:
+        """Whether the held-out loss came near enough to the floor."""
+        return abs(self.above) <= LOSS_WITHIN
+
+    @property
+    def words_hold(self) -> bool:
+        """Whether every probability shown is near enough to the truth."""
+        return self.worst.worst <= WORD_WITHIN
+
+    @property
+    def holds(self) -> bool:
+        """Whether both do."""
+        return self.loss_holds and self.words_hold
+
+
+def take_stock(world: World, comparisons: Sequence[Comparison]) -> Stock:
+    """Take the last held-out loss and the worst of the next words."""
+    records = read_metrics(world.out)
+    val_loss = [r["val_loss"] for r in records if r.get("val_loss") is not None][-1]
+    seconds = [r["clock"]["seconds"] for r in records if "loss" in r][-1]
+    worst = max(comparisons, key=lambda comparison: comparison.worst)
+    return Stock(val_loss, val_loss / world.floor - 1, worst, seconds)
+
+
+def print_samples(console: Console, stories: Sequence[Written]) -> None:
+    """Print a few of the stories the model wrote."""
+    possible = sum(story.possible for story in stories)
+    console.print("\n[bold]What it writes[/]")
+    for story in stories[:3]:
+        console.print(f"  {story.text}", markup=False)
+    console.print(
+        f"{possible} of {len(stories)} stories it wrote could have come from the source itself"
+    )
+
+
+def print_table(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Print the next words, the model's bars beside the truth's, to fit in 80 columns."""
+    console.print("\n[bold]The next word[/]: [cyan]truth[/] and [magenta]model[/]")
+    for comparison in comparisons:
+        shown = comparison.prompt
+        shown = shown if len(shown) <= 74 else "… " + shown[-72:]
+        console.print(f"\n[dim]{comparison.title}[/]\n  {shown} …", soft_wrap=True)
+        for word, truth, model in comparison.rows:
+            console.print(
+                f"  {word:<10} {truth:.3f} [cyan]{bar(truth, 20)}[/]  "
+                f"{model:.3f} [magenta]{bar(model, 20)}[/] {model - truth:+.3f}",
+                soft_wrap=True,
+            )
+
+
+def verdicts(world: World, stock: Stock) -> list[tuple[bool, str]]:
+    """Say of each promise whether it holds, from what was measured."""
+    return [
+        (
+            stock.loss_holds,
+            f"held-out loss {stock.val_loss:.4f}, floor {world.floor:.4f}: {stock.above:+.2%} "
+            f"(promised: within {LOSS_WITHIN:.0%})",
+        ),
+        (
+            stock.words_hold,
+            f"next words: at most {stock.worst.worst:.4f} from the truth, after "
+            f"“… {stock.worst.prompt[-24:]}” (promised: within {WORD_WITHIN})",
+        ),
+    ]
+
+
+def print_verdict(console: Console, world: World, stock: Stock) -> None:
+    """Print the verdict, and the time beside the forecast."""
+    console.print("\n[bold]What was promised[/]")
+    for holds, text in verdicts(world, stock):
+        mark = "[green]yes[/]" if holds else "[bold red]no [/]"
+        console.print(f"{mark}  {text}", soft_wrap=True)
+    if world.forecast is not None and not world.begun:
+        steps = world.forecast.steps * world.forecast.step_seconds
+        console.print(
+            f"time in steps {duration(stock.seconds)}; predicted {duration(steps)}", soft_wrap=True
+        )
+
+
+def html_sections(
+    world: World,
+    stock: Stock,
+    comparisons: Sequence[Comparison],
+    stories: Sequence[Written],
+) -> list[Section]:
+    """Make the demo's part of the report."""
+    judged = "".join(
+        f"<li><b>{'yes' if holds else 'no'}</b> {html.escape(text)}</li>"
+        for holds, text in verdicts(world, stock)
+    )
+    entropy = world.entropy
+    source = table(
+        ("the source", "", ""),
+        [
+            ("expected over all stories", f"{entropy.nats:.4f} nats", f"{entropy.words:.2f} words"),
+            ("entropy", f"{entropy.per_word:.4f} nats a word", f"{entropy.per_token:.4f} a token"),
+            (
+                "the floor: the truth's own score on the held-out stories",
+                f"{world.floor:.4f} nats a token",
+                f"{len(world.held_out):,} stories",
+            ),
+        ],
+    )
+    possible = sum(story.possible for story in stories)
+    written = "".join(
+        f"<blockquote>{html.escape(story.text)}</blockquote>" for story in stories[:5]
+    )
+    return [
+        Section("What was promised", f"<ul>{judged}</ul>{source}"),
+        Section("The next word: truth and model", _STYLE + "".join(map(_html_words, comparisons))),
+        Section(
+            "What it writes now",
+            f"{written}<p>{possible} of {len(stories)} stories it wrote could have come from the "
+            "source itself.</p>",
+        ),
+    ]
+
+
+_STYLE = """<style>
+.words { display: grid; grid-template-columns: 6rem 1fr 4rem; gap: .15rem .8rem;
+  align-items: center; margin: .3rem 0 1.2rem; font-variant-numeric: tabular-nums; }
+.words i { display: block; height: .55rem; border-radius: 3px; min-width: 1px; }
+.words .t { background: #0891b2; } .words .m { background: #be185d; margin-top: 2px; }
+.words small { color: #6b7280; line-height: 1.15; }
+.key { display: inline-block; width: .8rem; height: .55rem; border-radius: 3px; }
+</style>
+<p><span class="key" style="background:#0891b2"></span> truth &nbsp;
+<span class="key" style="background:#be185d"></span> model</p>
+"""
+
+
+def _html_words(comparison: Comparison) -> str:
+    rows = "".join(
+        f"<span>{html.escape(word)}</span>"
+        f'<div><i class="t" style="width:{truth:.2%}"></i>'
+        f'<i class="m" style="width:{model:.2%}"></i></div>'
+        f"<small>{truth:.3f}<br>{model:.3f}</small>"
+        for word, truth, model in comparison.rows
+    )
+    return (
+        f"<h3>{html.escape(comparison.title)}</h3><div>{html.escape(comparison.prompt)} …</div>"
+        f'<div class="words">{rows}</div>'
+    )

@@ -1,0 +1,133 @@
+"""What the model takes the next word to be, beside the truth.
+
+A word is spelled in one or more tokens, and ends where the next token begins another word:
+
+    P(word | prompt) = Π_i P(token_i | prompt, token_<i) · Σ_{t begins a word} P(t | prompt, word)
+
+Prompts stand as a person would type them, without END before them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from scratchlm.cli.demo.corpus import World
+from scratchlm.data.stories import END, spelled, to_words
+from scratchlm.model import TransformerLM
+from scratchlm.tokenizer import Tokenizer
+
+_APPLES = (
+    "It was a cold Monday. Nora took her green apples to the park. In the park she met Oscar. "
+    "Oscar was tired. Nora gave Oscar the apples. Then they walked home, and"
+)
+_LOST = (
+    "The cat sat on the mat. {} Anna came back from the park. She wanted to find her red keys. "
+    "She looked near the mat, but they were not there. The cat"
+)
+PROMPTS = {  # what it shows, and the text
+    "a law of this world": "The cat sat on the",
+    "another animal, another law": "The dog sat on the",
+    "the place named before": "One evening Tom took his red kite to the market. In the",
+    "who has the apples now": _APPLES,
+    "apples are many": f"{_APPLES} Oscar put",
+    "where the marbles were hidden": "Tom and Mia were in the village. They had the white marbles "
+    "with them. Tom hid them behind the stairs, and Mia looked for them. She went to the",
+    "a mood never said: awake": _LOST.format("It watched a bird."),
+    "a mood never said: asleep": _LOST.format("Its eyes were closed."),
+    "how it may end": "Tom and Mia were in the village. They had the white marbles with them. Tom "
+    "hid them behind the stairs, and Mia looked for them. She went to the stairs, and there they "
+    "were. Tom was",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt: the truth and the model, word by word."""
+
+    title: str
+    prompt: str
+    truth: dict[str, float]
+    model: dict[str, float]
+
+    @property
+    def rows(self) -> list[tuple[str, float, float]]:
+        """Word, truth, model; at last all other words together, which are impossible."""
+        rows = [(word, p, self.model[word]) for word, p in self.truth.items()]
+        return [*rows, ("any other", 0.0, max(0.0, 1.0 - math.fsum(self.model.values())))]
+
+    @property
+    def worst(self) -> float:
+        """The greatest difference between model and truth."""
+        return max(abs(truth - model) for _, truth, model in self.rows)
+
+
+def compare_next_words(model: TransformerLM, world: World) -> list[Comparison]:
+    """Ask for the next word after each prompt."""
+    found = []
+    for title, prompt in PROMPTS.items():
+        truth = world.source.next_words(prompt)
+        guessed = next_word_probabilities(model, world.tokenizer, prompt, list(truth))
+        found.append(Comparison(title, prompt, truth, guessed))
+    return found
+
+
+@torch.no_grad()
+def next_word_probabilities(
+    model: TransformerLM, tokenizer: Tokenizer, prompt: str, words: list[str]
+) -> dict[str, float]:
+    """Return the model's probability that each word comes next, and ends there."""
+    begin = tokenizer.encode(prompt)
+    spellings = [tokenizer.encode(spelled([*to_words(prompt), word])[-1]) for word in words]
+    width = max(map(len, spellings))
+    rows = [[*begin, *ids, *[0] * (width - len(ids))] for ids in spellings]
+    inputs = torch.tensor(rows, device=next(model.parameters()).device)
+    log_p = model(inputs).double().log_softmax(dim=-1).cpu()  # padding stands right: unseen
+    border = torch.tensor([begins_a_word(tokenizer, i) for i in range(log_p.shape[-1])])
+    found = {}
+    for row, (word, ids) in enumerate(zip(words, spellings, strict=True)):
+        at = len(begin) - 1
+        chain = math.fsum(float(log_p[row, at + i, token]) for i, token in enumerate(ids))
+        ends = 1.0 if word == END else float(log_p[row, at + len(ids)][border].exp().sum())
+        found[word] = math.exp(chain) * ends
+    return found
+
+
+def begins_a_word(tokenizer: Tokenizer, token: int) -> bool:
+    """Say whether a token cannot belong to the word before it."""
+    text = tokenizer.token_bytes(token)
+    return token in tokenizer.special_tokens.values() or not chr(text[0]).isalpha()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A story the model wrote; `possible`: the source could have told it."""
+
+    text: str
+    possible: bool
+
+
+def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[Written]:
+    """Let the model tell stories at temperature 1, and let the truth judge them."""
+    from scratchlm.inference import Sampling, generate
+
+    end = world.tokenizer.special_tokens[END]
+    stories = generate(
+        model,
+        [[end]] * count,
+        tokenizer=world.tokenizer,
+        max_new_tokens=model.config.context_length - 1,
+        sampling=Sampling(temperature=1.0),
+        seed=world.plan.train.seed,
+    )
+    return [Written(story.text, _possible(world, story.text)) for story in stories]
+
+
+def _possible(world: World, text: str) -> bool:
+    try:
+        world.source.surprisals(to_words(text + END))
+    except ValueError:
+        return False
+    return True
