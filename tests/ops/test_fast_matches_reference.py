@@ -151,8 +151,31 @@ def test_every_op_has_cases():
     ("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases]
 )
 def test_fast_matches_reference(op, case, dtype):
+    compare(op, case, dtype, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, case) for op, cases in CASES.items() for case in cases]
+)
+def test_fast_matches_reference_on_cuda(op, case, dtype):
+    compare(op, case, dtype, "cuda")
+
+
+def move(x, device):
+    """Carry an argument over: a tensor, a mask with tensors in it, or neither."""
+    if isinstance(x, CausalMask):
+        fields = {f.name: move(getattr(x, f.name), device) for f in dataclasses.fields(x)}
+        return CausalMask(**fields)
+    return x.to(device) if torch.is_tensor(x) else x
+
+
+def compare(op, case, dtype, device):
     leaves, rest, keywords = CASES[op][case]()
-    leaves = [leaf.to(dtype) for leaf in leaves]
+    leaves = [leaf.to(device, dtype) for leaf in leaves]
+    rest = [move(x, device) for x in rest]
     results = []
     # The reference runs in float64 on the same (rounded) numbers: the truth for every dtype.
     for name, kind in (("reference", torch.float64), ("fast", dtype)):
@@ -160,7 +183,8 @@ def test_fast_matches_reference(op, case, dtype):
         given = [*rest, *inputs] if op == "embedding" else [*inputs, *rest]
         out = getattr(OPS[name], op)(*given, **keywords)
         out = getattr(out, "output", out)
-        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device)
+        weight = weight.view_as(out)
         gradients = torch.autograd.grad((out.to(torch.float64) * weight).sum(), inputs)
         results.append((out.detach(), *gradients))
     absolute, relative = TOLERANCE[dtype]
@@ -176,7 +200,7 @@ def test_fast_matches_reference(op, case, dtype):
 def test_fast_attention_in_chunks_matches_reference(case, monkeypatch):
     """The same cases again, two queries at a time: the path that long sequences take."""
     monkeypatch.setattr(fast, "QUERY_CHUNK", 2)
-    test_fast_matches_reference("attention", case, torch.float64)
+    compare("attention", case, torch.float64, "cpu")
 
 
 def test_moe_tells_the_same_routing_as_the_reference():
