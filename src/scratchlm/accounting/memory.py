@@ -27,13 +27,15 @@ from scratchlm.accounting.activations import (
     recomputed_part,
     saved_tree,
 )
-from scratchlm.accounting.expr import Expr, Number, total
+from scratchlm.accounting.expr import Env, Expr, Number, ceil_div, total
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
 from scratchlm.accounting.parameters import layer_parts, parameter_tree
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.accounting.symbols import (
     B,
     C,
+    G,
+    H,
     H_kv,
     L,
     N_all,
@@ -57,6 +59,13 @@ from scratchlm.config import ModelConfig, MoE, Rotary
 
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
+# What one of G ranks has under tensor parallelism; the last rank's vocabulary may be shorter.
+RANK_SHARE: dict[str, Expr] = {
+    "H": H / G,
+    "H_kv": H_kv / G,
+    "d_ff": d_ff / G,
+    "V": ceil_div(V, G),
+}
 
 
 @dataclass(frozen=True)
@@ -91,22 +100,20 @@ def memory_bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
     """Bind every symbol for one rank; under TP the rank's share of heads, width and vocabulary."""
     env = bindings(config, setup)
     if setup.parallel == "tp":
-        for name in ("H", "H_kv", "d_ff", "V"):
-            env[name] = _divided(name, env[name], setup.gpus)
-        env["R"] = 1
+        env |= {name: _divided(name, share, env) for name, share in RANK_SHARE.items()} | {"R": 1}
     env |= {name: formula.value(env) for name, formula in derived(config).items()}
     return env
 
 
-def _divided(name: str, value: Number, ranks: int) -> Number:
-    if name == "V":  # the last rank's vocabulary may be shorter
-        return -(-int(value) // ranks)
-    if value % ranks:
+def _divided(name: str, share: Expr, env: Env) -> Number:
+    value = share.value(env)
+    if not isinstance(value, int):
         field = {"H": "num_heads", "H_kv": "num_kv_heads"}.get(name, name)
         raise ValueError(
-            f"tensor parallelism needs {field} divisible by gpus; got {field}={value}, gpus={ranks}"
+            f"tensor parallelism needs {field} divisible by gpus; "
+            f"got {field}={env[name]}, gpus={env['G']}"
         )
-    return int(value) // ranks
+    return value
 
 
 def derived(config: ModelConfig) -> dict[str, Expr]:

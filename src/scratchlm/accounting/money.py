@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scratchlm.accounting.expr import Number
+from scratchlm.accounting.expr import Expr, Number
 from scratchlm.accounting.flops import training_flops_per_token
 from scratchlm.accounting.items import Item, evaluate, leaf
 from scratchlm.accounting.machines import Machine
@@ -19,6 +19,7 @@ from scratchlm.config import ModelConfig
 # arXiv:2203.15556, table 3: compute-optimal training sees about 20 tokens per parameter.
 TOKENS_PER_PARAMETER = 20
 DEFAULT_MFU = 0.4
+RUN_SECONDS: Expr = Sym("F_token") * D / (u * F_peak * G)
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,9 @@ def training_run(
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1; got {tokens}")
     per_token = training_flops_per_token(config, seq, convention)
-    formula = Sym("F_token") * D / (u * F_peak * G)
     peak = machine.peak(precision)
     env = {"F_token": per_token, "D": tokens, "u": utilisation, "F_peak": peak, "G": gpus}
-    seconds = evaluate(leaf("training time", formula, "s"), env)
+    seconds = evaluate(leaf("training time", RUN_SECONDS, "s"), env)
     price = machine.price if price is None else price
     hours = float(seconds.value) / 3_600 * gpus
     return Training(

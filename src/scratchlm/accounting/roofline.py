@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from scratchlm.accounting.expr import Expr, Num, Number, largest, least
+from scratchlm.accounting.expr import Expr, Num, Number, ceil_div, largest, least
 from scratchlm.accounting.flops import Execution, flops_tree
 from scratchlm.accounting.items import Node
 from scratchlm.accounting.machines import Machine
@@ -20,6 +20,7 @@ from scratchlm.accounting.memory import derived
 from scratchlm.accounting.money import Mfu
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.accounting.symbols import (
+    B,
     E,
     F_peak,
     H,
@@ -27,6 +28,8 @@ from scratchlm.accounting.symbols import (
     L,
     M_bw,
     N_all,
+    P,
+    T,
     V,
     b_a,
     b_g,
@@ -58,6 +61,28 @@ class Part:
     def seconds(self) -> Expr:
         """The roofline."""
         return largest(self.flops / F_peak, self.bytes / M_bw)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stretch of a generation: a phase, `count` times over, with lengths of its own."""
+
+    name: str
+    count: Expr
+    phase: str
+    lengths: tuple[tuple[str, Expr], ...] = ()
+
+
+# All steps are timed at their mean length, P + (T − 1) / 2 rounded down.
+_MEAN = P + ceil_div(T - 2, 2)
+GENERATION_STEPS = {
+    "generation": (
+        Step("prefill", Num(1), "prefill"),
+        Step("decode", T - 1, "decode", (("C", _MEAN),)),
+    ),
+    "generation-no-cache": (Step("recompute", T, "prefill", (("P", _MEAN),)),),
+}
+GENERATED_ROWS = B * (P + T - 1)
 
 
 @dataclass(frozen=True)
@@ -200,15 +225,12 @@ def _generation(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline
     All steps are timed at their mean length; what is proportional to it comes out exactly.
     """
     env = bindings(config, setup)
-    prompt, new = int(env["P"]), int(env["T"])
-    if setup.phase == "generation":
-        steps = [
-            ("prefill", 1, replace(setup, phase="prefill")),
-            ("decode", new - 1, replace(setup, phase="decode", cache=prompt + (new - 1) // 2)),
-        ]
-    else:
-        middle = replace(setup, phase="prefill", prompt=prompt + (new - 1) // 2)
-        steps = [("recompute", new, middle)]
+    fields = {"C": "cache", "P": "prompt"}
+    steps = []
+    for step in GENERATION_STEPS[setup.phase]:
+        lengths = {fields[name]: int(length.value(env)) for name, length in step.lengths}
+        there = replace(setup, phase=step.phase, **lengths)  # type: ignore[arg-type]
+        steps.append((step.name, int(step.count.value(env)), there))
     bounds = [
         replace(
             part,
@@ -223,7 +245,7 @@ def _generation(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline
         if count
         for part in roofline(config, step, machine).parts
     ]
-    return _summed(config, setup, machine, bounds, float(env["B"] * (prompt + new - 1)))
+    return _summed(config, setup, machine, bounds, float(GENERATED_ROWS.value(env)))
 
 
 def _summed(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scratchlm.accounting.expr import Number
+from scratchlm.accounting.expr import Expr, Number, ceil_div, largest
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.parameters import active_parameters
-from scratchlm.accounting.symbols import model_symbols
+from scratchlm.accounting.symbols import P, S, model_symbols
 from scratchlm.accounting.work import PHASES, document_pairs
 from scratchlm.config import ModelConfig
 
@@ -21,6 +21,12 @@ PRECISIONS: dict[str, dict[str, int]] = {
 }
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
 PARALLEL = ("none", "ddp", "fsdp", "tp")
+# lengths nobody gave: a prompt of half the context, rounded down, and the rest to generate
+DEFAULT_LENGTHS: dict[str, Expr] = {
+    "C": S - 1,
+    "P": largest(1, ceil_div(S - 1, 2)),
+    "T": largest(1, S - P),
+}
 
 
 @dataclass(frozen=True)
@@ -64,19 +70,19 @@ def bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
         raise ValueError(
             f"documents must fill the sequence; got {sum(setup.documents)} tokens for context={s}"
         )
-    prompt = max(1, s // 2) if setup.prompt is None else setup.prompt
     env: dict[str, Number] = {
         **model_symbols(config),
         **PRECISIONS[setup.precision],
         "B": setup.batch,
         "S": s,
         "A": document_pairs(setup.documents or (s,), config.attention.sliding_window),
-        "C": s - 1 if setup.cache is None else setup.cache,
-        "P": prompt,
-        "T": max(1, s - prompt) if setup.new_tokens is None else setup.new_tokens,
         "R": setup.gpus if setup.parallel in ("fsdp", "tp") else 1,
         "G": setup.gpus,
     }
+    given = {"C": setup.cache, "P": setup.prompt, "T": setup.new_tokens}
+    for name, default in DEFAULT_LENGTHS.items():
+        length = given[name]
+        env[name] = default.value(env) if length is None else length
     env["N"] = active_parameters(config).value(env)
     return env
 
