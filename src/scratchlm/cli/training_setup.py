@@ -114,8 +114,7 @@ def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
     whole, changes = to_dict(model), {}
     for name, value in table.items():
         if isinstance(value, dict):
-            part = merge(whole.get(name, {}), value)
-            value = getattr(from_dict({**whole, name: part}), name)
+            value = getattr(from_dict(merge(whole, {name: value})), name)
         changes[name] = value
     return model.replace(**changes) if changes else model
 

@@ -125,6 +125,7 @@ def choose_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainC
     settings = TrainConfig(
         steps=round(steps / digits) * digits,
         batch_size=batch_size,
+        eval_batches=max(8, steps // 80),  # a tenth of the time or so, at 20 evaluations a run
         lr=float(f"{lr:.2g}"),
         compile="block" if machine.is_gpu else "off",
     )

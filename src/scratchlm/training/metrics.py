@@ -42,11 +42,19 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add one line."""
-        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        try:
+            while line:  # a disk that is filling up takes a part first
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise ScratchLMError(f"{self._file.name}: {error.strerror}") from None
 
     def sync(self) -> None:
         """Make sure that what was written survives a power cut."""
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ScratchLMError(f"{self._file.name}: {error.strerror}") from None
 
     def close(self) -> None:
         """Give the file back."""

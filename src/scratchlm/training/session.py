@@ -65,8 +65,8 @@ def run_plan(
         settings = plan.train.resolved(device.type)
         files = _open(plan, stack)
         data = _batches(plan, settings.batch_size, files, device, bytes_per_id)
-        write_plan(directory, replace(plan, train=settings))
         learner = Learner(build_model(plan.model, settings.seed, device, ops), settings)
+        write_plan(directory, replace(plan, train=settings))
         run = stack.enter_context(
             Run(
                 directory,

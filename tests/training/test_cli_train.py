@@ -1,0 +1,321 @@
+"""`scratchlm train`, `evaluate` and `compare` as a person uses them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+
+from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
+from scratchlm.cli import main
+from scratchlm.training import read_metrics
+from training.tiny import log_of, write_data
+
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "hill", ".", "the"]
+SMALL = ("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.context_length=8")
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command line in this process; return its exit status, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(0, len(WORDS), (4_000,), generator=generator)
+    path = tmp_path / "my.txt"
+    path.write_text(" ".join(WORDS[i] for i in picks))
+    return path
+
+
+def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
+    run = tmp_path / "run"
+    code, out, err = cli("train", text, "--out", run, "--steps", 30, "--vocab-size", 280, *SMALL)
+    assert code == 0, err
+    assert out.strip() == str(run / "report.html")
+    assert "learning a vocabulary of 280 tokens" in err
+    assert re.search(r"step 30: held-out loss \d\.\d+ .* bits/byte", err)
+    config = tomllib.loads((run / "config.toml").read_text())
+    assert config["model"]["d_model"] == 16
+    assert config["model"]["vocab_size"] == 280
+    assert config["train"]["steps"] == 30
+    assert config["data"] == {
+        "train": "data/train.bin",
+        "val": "data/val.bin",
+        "tokenizer": "data/tokenizer.json",
+    }
+    newest = find_checkpoints(run)[-1]
+    verify_checkpoint(newest)
+    assert (newest / "tokenizer.json").read_bytes() == (run / "data/tokenizer.json").read_bytes()
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    page = (run / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    samples = [line for line in read_metrics(run) if "samples" in line]
+    assert len(samples) > 10
+    for step in (0, 30):
+        assert f"<h3>step {step}</h3>" in page
+
+    code, out, _ = cli("evaluate", run, run / "data", "--json")
+    assert code == 0
+    found = json.loads(out)
+    lines = [line for line in read_metrics(run) if "val_loss" in line]
+    assert found["loss"] == pytest.approx(lines[-1]["val_loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(lines[-1]["bits_per_byte"], rel=1e-5)
+    code, out, _ = cli("evaluate", run, text)
+    assert code == 0
+    assert re.search(r"bytes +" + f"{text.stat().st_size:,}", out)
+
+    code, _, err = cli("train", text, "--out", run)
+    assert code == 2
+    assert "holds a run already: --resume goes on with it" in err
+    before = log_of(run)
+    code, _, err = cli("train", "--resume", "--out", run)
+    assert code == 0
+    assert "finished at step 30" in err
+    assert log_of(run) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("no-rope", lambda table: table["positions"]["type"] == "none"),
+        ("no-norm", lambda table: table["norm"]["type"] == "none"),
+        ("post-norm", lambda table: table["norm_placement"] == "post"),
+        ("silu", lambda table: table["ffn"]["type"] == "mlp" and table["d_ff"] == 96),
+        ("tied-embeddings", lambda table: table["tie_embeddings"]),
+    ],
+)
+def test_an_ablation_changes_one_thing_and_compare_draws_it(cli, tmp_path, name, check):
+    data = write_data(tmp_path / "data")
+    common = (data, "--steps", 8, *SMALL, "train.save_every=8")
+    assert cli("train", *common, "--out", tmp_path / "base")[0] == 0
+    assert cli("train", *common, "--out", tmp_path / name, "--ablation", name)[0] == 0
+    table = tomllib.loads((tmp_path / name / "config.toml").read_text())["model"]
+    assert check(table)
+    picture = tmp_path / "c.png"
+    code, out, _ = cli("compare", tmp_path / "base", tmp_path / name, "--out", picture)
+    assert code == 0
+    row = next(line for line in out.splitlines() if line.startswith(name))
+    differs = {word.strip(",") for word in row.split() if word.startswith(("model.", "train."))}
+    allowed = {"model.d_ff", "model.ffn"} if name == "silu" else set()
+    assert len(differs - allowed) == (0 if name == "silu" else 1), differs
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    if name == "silu":  # matched parameters
+        counts = [line.split()[1] for line in out.splitlines()[1:3]]
+        assert counts[0] == counts[1]
+
+
+def test_presets_sizes_configs_and_overrides(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    short = ("--steps", 1, "train.batch_size=1")
+    wanted = tmp_path / "wanted.toml"
+    wanted.write_text("[model]\nd_model = 32\nnum_heads = 4\n[train]\nlr = 0.5\nseed = 7\n")
+    code, _, err = cli(
+        "train", data, "--out", tmp_path / "a", "--config", wanted, *short, "train.seed=8",
+        "--set", "model.ffn.type=moe", "--set", "model.ffn.num_experts=4",
+        "--set", "model.ffn.experts_per_token=2", "--set", "train.betas=[0.8, 0.9]",
+    )  # fmt: skip
+    assert code == 0, err
+    config = tomllib.loads((tmp_path / "a" / "config.toml").read_text())
+    assert config["model"]["d_model"] == 32
+    assert config["model"]["d_ff"] == 128  # followed d_model
+    assert config["model"]["ffn"]["num_experts"] == 4
+    assert (config["train"]["lr"], config["train"]["seed"]) == (0.5, 8)
+    assert config["train"]["betas"] == [0.8, 0.9]
+    assert config["model"]["vocab_size"] == 12  # the data's
+
+    assert cli("train", data, "--out", tmp_path / "b", "--params", "200k", *short)[0] == 0
+    model = read_config(find_checkpoints(tmp_path / "b")[-1])
+    from scratchlm.accounting import count_parameters
+
+    assert count_parameters(model).unique == pytest.approx(200_000, rel=0.2)
+    changes = ("model.num_layers=1", "model.d_model=24", "model.context_length=8")
+    assert cli("train", data, "--out", tmp_path / "c", "--preset", "gpt2", *changes, *short)[0] == 0
+    model = read_config(find_checkpoints(tmp_path / "c")[-1])
+    assert (model.num_heads, model.d_model, model.vocab_size) == (12, 24, 12)
+
+
+def test_a_config_may_say_everything(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    wanted = tmp_path / "all.toml"
+    wanted.write_text(
+        "[model]\nvocab_size = 12\ncontext_length = 8\nd_model = 8\nnum_layers = 1\n"
+        f'num_heads = 1\n[train]\nsteps = 2\n[data]\ntrain = "{data}/train.bin"\n'
+    )
+    assert cli("train", "--config", wanted, "--out", tmp_path / "run")[0] == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line] == [1, 2]
+
+
+WRONG = {
+    "no data": ((), "what to train on?"),
+    "missing file": (("/nowhere/x.txt",), "/nowhere/x.txt: no such file"),
+    "unknown preset": (("DATA", "--preset", "gpt3"), "did you mean 'gpt2"),
+    "two models": (("DATA", "--preset", "gpt2", "--params", "1M"), "not by both"),
+    "no count": (("DATA", "--params", "many"), "expected a count such as 10M"),
+    "tiny count": (("DATA", "--params", "7"), "no model of about 7 parameters"),
+    "unknown key": (("DATA", "model.d_modl=3"), "unknown config key: d_modl"),
+    "unknown train key": (("DATA", "train.learning=3"), "unknown config key: train.learning"),
+    "unknown section": (("DATA", "--set", "optim.lr=3"), "begins with model., train. or data."),
+    "no value": (("DATA", "--set", "train.lr"), "section.key=value; got 'train.lr'"),
+    "word for number": (("DATA", "train.lr=big"), "lr must be a number; got lr='big'"),
+    "negative": (("DATA", "train.steps=-1"), "steps must be >= 1; got steps=-1"),
+    "bad width": (("DATA", "model.d_model=33", "model.num_heads=2"), "divisible by num_heads"),
+    "bad schedule": (("DATA", "train.schedule=up"), "schedule must be one of cosine, wsd"),
+    "bad ablation": (("DATA", "--ablation", "no-brain"), "ablation must be one of no-rope"),
+    "no device": (("DATA", "--device", "tpu"), "--device must be cpu, cuda"),
+    "too small": (("DATA", "model.context_length=1000"), "is too small: it holds 600 tokens"),
+    "vocabulary": (("DATA", "model.vocab_size=5"), "the model's vocab_size is 5"),
+    "no tokenizer": (("TEXT", "--tokenizer", "nope"), "nope does not exist"),
+    "empty": (("EMPTY",), "the file is empty"),
+    "binary": (("BINARY",), "BINARY"),
+    "bad ops": (("DATA", "--ops", "slow"), "ops must be an Ops or one of"),
+    "micro": (("DATA", "train.micro_batch_size=999"), "must not exceed batch_size"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, name):
+    arguments, message = WRONG[name]
+    places = {
+        "DATA": write_data(tmp_path / "data"),
+        "TEXT": tmp_path / "TEXT",
+        "EMPTY": tmp_path / "EMPTY",
+        "BINARY": tmp_path / "BINARY",
+    }
+    places["TEXT"].write_text("some words " * 100)
+    places["EMPTY"].write_bytes(b"")
+    places["BINARY"].write_bytes(bytes(range(256)))
+    code, _, err = cli("train", *(places.get(a, a) for a in arguments), "--out", tmp_path / "run")
+    assert code == 2
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert message in lines[0]
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_ids_outside_the_vocabulary_and_changed_files_are_refused_at_the_start(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    with open(data / "train.bin", "r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xff")
+    code, _, err = cli("train", data, "--out", tmp_path / "run", *SMALL)
+    assert code == 2
+    assert "id 65535 is not below vocab_size=12" in err
+    with open(data / "train.bin", "r+b") as file:
+        file.seek(200)
+        file.write(b"\x05\x00")
+    code, _, err = cli("train", data, "--out", tmp_path / "run", *SMALL)
+    assert code == 2
+    assert "CRC-32" in err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_goes_on_only_as_it_was_begun(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    run = tmp_path / "run"
+    assert cli("train", data, "--out", run, "--steps", 4, *SMALL)[0] == 0
+    code, _, err = cli("train", "--resume", "--out", run, "train.lr=1.0")
+    assert code == 2
+    assert "train.lr cannot change in a run that was begun" in err
+    code, _, err = cli("train", "--resume", "--out", run, "--preset", "gpt2")
+    assert code == 2
+    assert "--preset cannot change" in err
+    code, _, err = cli("train", "--resume", "--out", run, "--steps", 6)
+    assert code == 0
+    assert "going on from step 4" in err
+    write_data(tmp_path / "data", seed=1)
+    code, _, err = cli("train", "--resume", "--out", run, "--steps", 8)
+    assert code == 2
+    assert "the train token file has changed since step-00000006" in err
+    verify_checkpoint(find_checkpoints(run)[-1])
+
+
+def test_a_damaged_checkpoint_is_named_on_stderr(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    run = tmp_path / "run"
+    assert cli("train", data, "--out", run, "--steps", 4, *SMALL, "train.save_every=2")[0] == 0
+    (find_checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")
+    code, _, err = cli("train", "--resume", "--out", run)
+    assert code == 0
+    assert "warning: " in err
+    assert "step-00000004/model.safetensors is damaged" in err
+
+
+def test_a_nan_names_the_step(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    code, _, err = cli(
+        "train", data, "--out", tmp_path / "run", "--steps", 50, *SMALL,
+        "train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "model.norm.type=none",
+    )  # fmt: skip
+    assert code == 2
+    assert re.search(r"error: step \d+: the (loss|gradient norm) is (nan|inf)", err)
+
+
+def test_tensorboard_is_asked_for_by_name(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        code, _, err = cli("train", data, "--out", tmp_path / "run", *SMALL, "--tensorboard")
+        assert code == 2
+        assert "error: --tensorboard needs the package tensorboard" in err
+
+
+def test_evaluate_and_compare_refuse_what_they_cannot_use(cli, tmp_path):
+    data = write_data(tmp_path / "data")
+    run = tmp_path / "run"
+    assert cli("train", data, "--out", run, "--steps", 2, *SMALL)[0] == 0
+    code, out, _ = cli("evaluate", run, data / "val.bin")
+    assert code == 0
+    assert re.search(r"bits per byte +unknown", out)
+    for arguments, message in (
+        (("evaluate", tmp_path / "nowhere", data), "no such run"),
+        (("evaluate", run, tmp_path / "nowhere.bin"), "no such token file"),
+        (("evaluate", run, data, "--context-length", 9), "must not exceed the model's 8"),
+        (("compare", tmp_path), "no metrics.jsonl there"),
+    ):
+        code, _, err = cli(*arguments)
+        assert code == 2
+        assert message in err
+        assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_the_old_checkpoint_stays_whole(cli, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        data = write_data(tmp_path / "data")
+        code, _, err = cli(
+            "train", data, "--out", disk / "run", "--steps", 60, *SMALL, "train.save_every=10",
+            "train.eval_every=10", "train.keep_last=50",
+        )  # fmt: skip
+        assert code == 2
+        assert "No space left on device" in err.splitlines()[-1]
+        found = find_checkpoints(disk / "run")
+        assert found
+        for path in found:
+            verify_checkpoint(path)
+        assert not list((disk / "run" / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
