@@ -15,7 +15,7 @@ Checkpointing keeps less and computes it again:
 
 from __future__ import annotations
 
-from scratchlm.accounting.expr import Number
+from scratchlm.accounting.expr import Number, total
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.items import Node, group, leaf
 from scratchlm.accounting.symbols import (
@@ -180,7 +180,21 @@ def loss_temporaries(execution: Execution) -> list[Node]:
 
 
 def forward_loss(execution: Execution) -> list[Node]:
-    """Return what the loss's forward pass holds: logits, float32 logits, log-probabilities."""
+    """Return what the loss's forward pass holds: the last hidden state, and logits twice."""
+    hidden = leaf("hidden state", b_r * TOKENS * d)
     if execution.loss == "fused":
-        return loss_temporaries(execution)
-    return [leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
+        return [hidden, *loss_temporaries(execution)]
+    return [hidden, leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
+
+
+def dropped_casts(config: ModelConfig, execution: Execution) -> list[Node]:
+    """Return the cast weights that autocast keeps to the end of the forward pass anyway."""
+    dropped = {"block": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
+    halves = {"attention": _attention(config, execution), "ffn": _ffn(config)}
+    casts = [
+        node.expr
+        for half in dropped.get(execution.checkpointing, ())
+        for node in halves[half]
+        if node.name == "cast weights"
+    ]
+    return [leaf("cast weights, cached", L * total(casts))] if casts else []

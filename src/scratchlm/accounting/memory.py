@@ -2,10 +2,10 @@
 
 A training step is largest at one of a few moments; the peak is the largest of them:
 
-    loss       everything the forward pass kept, and the gradient of the logits
-    forward    the same with the logits themselves, and every weight's cast copy
-    recompute  with checkpointing: what is kept, plus one layer rebuilt
-    end        nearly all gradients are there, the first layer's activations still
+    forward    everything kept, and the logits as computed and in float32
+    loss       everything kept, and the gradient of the logits
+    backward   what the layers keep, the last one being rebuilt and taken back
+    end        nearly all gradients are there, the first layer still being taken back
     update     weights, gradients, optimizer state
 
 Gradients are freed after the update (`set_to_none`), so they grow while activations shrink;
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from scratchlm.accounting.activations import (
     TOKENS,
     UNIT,
+    dropped_casts,
     forward_loss,
+    kept_layers,
     loss_temporaries,
     one_layer,
     recomputed_part,
@@ -45,17 +47,17 @@ from scratchlm.accounting.symbols import (
     R,
     V,
     b_a,
-    b_c,
     b_g,
     b_kv,
     b_m,
+    b_r,
     b_w,
     d,
     d_ff,
     d_h,
     k,
 )
-from scratchlm.config import ModelConfig, MoE, Rotary
+from scratchlm.config import MLP, ModelConfig, MoE, Rotary
 
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
@@ -167,34 +169,45 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
     gradients = leaf("gradients", b_g * N_all / R)
     early = [gradients] if setup.accumulate else []
     saved = saved_tree(config, execution)
-    moments = {
+    before = [*always, *early, saved, *dropped_casts(config, execution), *forward_loss(execution)]
+    return {
+        "forward": group("at the loss, going forward", before, UNIT),
         "loss": group("at the loss", [*always, *early, saved, *loss_temporaries(execution)], UNIT),
+        "backward": group("in the last layer's backward", _backward(config, setup, always), UNIT),
         "end": group("at the end of backward", _end(config, setup, always), UNIT),
         "update": group("at the update", [*always, gradients], UNIT),
     }
-    rebuilt = recomputed_part(config, execution)
-    if rebuilt is not None:
-        head = [] if setup.accumulate else [leaf("gradient of the LM head", b_g * V * d / R)]
-        flow = leaf("gradient of the residual stream", (4 + b_a) * TOKENS * d)
-        without_loss = _without(saved, "log-probabilities")
-        kept = [*always, *early, without_loss, rebuilt, *head, flow]
-        moments["recompute"] = group("while a layer is recomputed", kept, UNIT)
-        copies = leaf("cast weights of all layers", b_c * L * N_matrices)
-        before = [*always, *early, saved, copies, *forward_loss(execution)]
-        moments["forward"] = group("at the loss, going forward", before, UNIT)
-    return moments
+
+
+def _backward(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
+    """All layers' activations but not the loss's; the LM head has its gradient."""
+    head = leaf("gradient of the LM head", b_g * V * d / R)
+    rebuilt = recomputed_part(config, setup.execution)
+    return [
+        *always,
+        leaf("gradients", b_g * N_all / R) if setup.accumulate else head,
+        group("activations", kept_layers(config, setup.execution)),
+        *([rebuilt] if rebuilt is not None else []),
+        _in_flight(config),
+    ]
 
 
 def _end(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
     """All gradients but the first layer's and the embedding's, and that layer still in flight."""
     missing = 0 if setup.accumulate else N_layer + V * d
-    wide = k * TOKENS * d_ff if isinstance(config.ffn, MoE) else TOKENS * d_ff
     return [
         *always,
         leaf("gradients", b_g * (N_all - missing) / R),
         group("first layer's activations", one_layer(config, setup.execution).parts),
-        leaf("gradients in flight", (4 + b_a) * TOKENS * d + 3 * b_a * wide),
+        _in_flight(config),
     ]
+
+
+def _in_flight(config: ModelConfig) -> Node:
+    """The residual stream's gradient, and what a feed-forward layer's backward adds."""
+    wide = k * TOKENS * d_ff if isinstance(config.ffn, MoE) else TOKENS * d_ff
+    factors = 1 if isinstance(config.ffn, MLP) else 2
+    return leaf("gradients in flight", b_r * TOKENS * d + factors * b_a * wide)
 
 
 def _buffers(config: ModelConfig) -> list[Node]:
@@ -214,11 +227,6 @@ def _parallel_buffers(setup: Setup) -> list[Node]:
             leaf("block gradient to scatter", b_g * N_layer),
         ]
     return []
-
-
-def _without(node: Node, name: str) -> Node:
-    parts = tuple(part for part in node.parts if part.name != name)
-    return Node(node.name, node.formula, parts, node.unit, node.times, node.note, node.where)
 
 
 def serving_tree(config: ModelConfig, setup: Setup) -> Node:
