@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # The largest sizes anyone may mean. Beyond them a typing error is likelier than a model.
-_LIMITS = {
+SIZE_LIMITS = {
     "vocab_size": 2**24,
     "context_length": 2**27,
     "d_model": 2**20,
@@ -30,8 +30,8 @@ def check_size(name: str, value: object) -> None:
     """Refuse anything but a whole number from 1 to the field's limit."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
-    if not 1 <= value <= _LIMITS[name]:
-        raise ValueError(f"{name} must lie between 1 and {_LIMITS[name]}; got {name}={value}")
+    if not 1 <= value <= SIZE_LIMITS[name]:
+        raise ValueError(f"{name} must lie between 1 and {SIZE_LIMITS[name]}; got {name}={value}")
 
 
 def check_number(name: str, value: object, *, above: float) -> None:
