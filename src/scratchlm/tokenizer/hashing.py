@@ -14,30 +14,32 @@ _ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 class PairTable:
     """Numbers, each under a key of two uint64."""
 
-    def __init__(self, size: int = 1 << 12) -> None:
-        self._resize(size)
+    def __init__(self, room: int = 2) -> None:
+        """Start empty; `room` slots per key: more, where most keys looked up are not there."""
+        self._room = room
+        self._resize(1 << 12)
 
     def find(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """Look keys up; −1 where there is none."""
         slots = (hash_pairs(low, high) >> self._shift).astype(np.int64)
         numbers = self._number[slots]
-        hit = (self._low[slots] == low) & (self._high[slots] == high)
-        open_ = np.flatnonzero(~hit & (numbers >= 0))  # another key sits there: look further
-        while len(open_):
-            slots[open_] = (slots[open_] + 1) & self._mask
-            at = slots[open_]
-            numbers[open_] = self._number[at]
-            same = (self._low[at] == low[open_]) & (self._high[at] == high[open_])
-            open_ = open_[~same & (self._number[at] >= 0)]
+        taken = np.flatnonzero(numbers >= 0)
+        while len(taken):
+            at = slots[taken]
+            same = (self._low[at] == low[taken]) & (self._high[at] == high[taken])
+            taken = taken[~same]  # another key sits there: look further
+            slots[taken] = (slots[taken] + 1) & self._mask
+            numbers[taken] = self._number[slots[taken]]
+            taken = taken[numbers[taken] >= 0]
         return numbers
 
     def insert(self, low: np.ndarray, high: np.ndarray, numbers: np.ndarray) -> None:
         """Put keys, all different and none in the table, into it."""
-        if 2 * (self._used + len(low)) > self._mask:
+        if self._room * (self._used + len(low)) > self._mask:
             kept = self._number >= 0
             old = self._low[kept], self._high[kept], self._number[kept]
             size = self._mask + 1
-            while size < 4 * (self._used + len(low)):
+            while size < 2 * self._room * (self._used + len(low)):
                 size *= 2
             self._resize(size)
             self._place(*old)

@@ -22,7 +22,7 @@ MergeTable = Mapping[tuple[int, int], tuple[int, int]]
 SHORT = 32  # bytes; up to here looking through all pairs is the faster way
 MANY = 64  # words; from here on a matrix is
 WIDTHS = (8, 16, SHORT)  # of the matrices, so that few columns stay empty
-NEVER = np.iinfo(np.int64).max  # the rank of a pair that does not merge
+NEVER = np.iinfo(np.int32).max  # the rank of a pair that does not merge
 
 
 class Merger:
@@ -80,32 +80,36 @@ class Merger:
         filled = column < lengths[:, None]
         letters = np.zeros((len(words), width + 1), dtype=np.int64)
         letters[filled] = np.frombuffer(b"".join(words), dtype=np.uint8)
-        ids = np.where(filled, self._byte_array[letters], -1)
-        ranks = np.full((len(words), width + 1), NEVER)  # of the pair at a place and the next
+        ids = np.where(filled, self._byte_array[letters], -1).astype(np.int32)
+        # The rank of the pair at a place and the next one; the last column has no next.
+        ranks = np.full((len(words), width + 1), NEVER, dtype=np.int32)
         of_bytes = self._ranks_of_bytes()[letters[:, :-1] << 8 | letters[:, 1:]]
         ranks[:, :-1] = np.where(filled[:, 1:], of_bytes, NEVER)
-        done = np.empty_like(ids)
+        done = np.full_like(ids, -1)
         row = np.arange(len(words))  # of `done`, for each row still at work
         while True:
             at = ranks.argmin(axis=1)
             best = ranks[np.arange(len(ranks)), at]
             busy = best != NEVER
             if not busy.all():
-                done[row[~busy]] = ids[~busy]
+                done[row[~busy], : ids.shape[1]] = ids[~busy]
                 row, ids, ranks, at, best = row[busy], ids[busy], ranks[busy], at[busy], best[busy]
             if len(row) == 0:
                 return done
             every = np.arange(len(row))
             ids[every, at] = self._joined[best]
-            # Close the gap: what stands right of the pair moves one place to the left.
-            source = np.minimum(column + (column > at[:, None]), width)
-            ids = np.take_along_axis(ids, source, axis=1)
-            ids[:, width] = -1
-            ranks = np.take_along_axis(ranks, source, axis=1)
-            ranks[every, at] = self._ranks(ids[every, at], ids[every, at + 1])
-            left = np.flatnonzero(at > 0)
-            before = at[left] - 1
-            ranks[left, before] = self._ranks(ids[left, before], ids[left, before + 1])
+            # Close the gap: what stands right of the pair moves one place to the left, and as
+            # every row has become shorter by one, the matrix loses a column.
+            stays = column[: ids.shape[1] - 1] <= at[:, None]
+            ids = np.where(stays, ids[:, :-1], ids[:, 1:])
+            ranks = np.where(stays, ranks[:, :-1], ranks[:, 1:])
+            ranks[every, at] = NEVER
+            inner = np.flatnonzero(at + 1 < ids.shape[1])
+            place = at[inner]
+            ranks[inner, place] = self._ranks(ids[inner, place], ids[inner, place + 1])
+            inner = np.flatnonzero(at > 0)
+            place = at[inner] - 1
+            ranks[inner, place] = self._ranks(ids[inner, place], ids[inner, place + 1])
 
     def _ranks_of_bytes(self) -> np.ndarray:
         """Give the ranks of all pairs of bytes, at 256 · left + right."""
@@ -119,12 +123,12 @@ class Merger:
         if self._pairs is None:
             pairs = np.array(list(self._table), dtype=np.int64).reshape(-1, 2).astype(np.uint64)
             values = np.array(list(self._table.values()), dtype=np.int64).reshape(-1, 2)
-            self._joined = np.zeros(len(values), dtype=np.int64)
+            self._joined = np.zeros(len(values), dtype=np.int32)
             self._joined[values[:, 0]] = values[:, 1]
-            self._pairs = PairTable()
+            self._pairs = PairTable(room=8)
             self._pairs.insert(pairs[:, 0].copy(), pairs[:, 1].copy(), values[:, 0].copy())
-        found = self._pairs.find(left.astype(np.uint64).ravel(), right.astype(np.uint64).ravel())
-        return np.where(found < 0, NEVER, found).reshape(left.shape)
+        found = self._pairs.find(left.astype(np.uint64), right.astype(np.uint64))
+        return np.where(found < 0, NEVER, found).astype(np.int32)
 
 
 def merge_short(ids: list[int], table: MergeTable) -> list[int]:
