@@ -42,4 +42,5 @@ def test_a_training_step_never_waits_for_the_device(family):
 def test_a_model_on_the_gpu_equals_itself_on_the_cpu(family):
     model, tokens = build(FAMILIES[family]), ids(2, 9)
     expected = model(tokens)
-    torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, atol=1e-9, rtol=1e-7)
+    got = model.cuda()(tokens.cuda()).cpu()
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)  # float32 tables of positions

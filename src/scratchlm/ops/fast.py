@@ -113,8 +113,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> T
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if not isinstance(mask, CausalMask):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return _attend_by_table(q, k, v, mask, grouped, may_hide_all=True)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     if mask.is_plain and mask.start == 0 and num_queries == num_keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -138,7 +140,18 @@ def _attend_chunk(
     q = q[..., queries.start : queries.stop, :]
     k, v = k[..., keys.start : keys.stop, :], v[..., keys.start : keys.stop, :]
     table = mask.table(queries, keys, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+    may_hide_all = mask.key_valid is not None or mask.slots is not None
+    return _attend_by_table(q, k, v, table, grouped, may_hide_all)
+
+
+def _attend_by_table(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_hide_all: bool
+) -> Tensor:
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+    if not may_hide_all:
+        return mixed
+    # Some of torch's GPU kernels average over all keys where a query sees none.
+    return mixed.masked_fill(~table.any(dim=-1, keepdim=True), 0.0)
 
 
 def swiglu(
