@@ -101,6 +101,14 @@ def test_load_into_fills_a_model_in_place_in_its_own_dtype(family, tmp_path):
         assert_same_bytes(dict(state), dict(checkpoint.tensors(dtype=dtype)))
 
 
+def test_load_into_reaches_weights_that_are_not_one_stretch_of_memory(tmp_path):
+    hf_model("llama 3").save_pretrained(tmp_path)
+    checkpoint = read_hf(tmp_path)
+    state = {name: torch.empty(*shape, 2)[..., 0] for name, shape in checkpoint.shapes.items()}
+    checkpoint.load_into(state)
+    assert_same_bytes(state, dict(checkpoint))
+
+
 def test_load_into_a_model_of_other_sizes_is_refused(tmp_path):
     hf_model("llama 3").save_pretrained(tmp_path)
     checkpoint = read_hf(tmp_path)

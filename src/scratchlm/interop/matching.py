@@ -17,7 +17,7 @@ from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
 from scratchlm.interop.shapes import Shape, parameter_shapes
 from scratchlm.interop.untrusted import listed, shown
 
-_LAYER = re.compile(r"(?<![^.])(layers|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?<![^.])(layers|h)\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ def match(config: ModelConfig, family: Family, stored: Mapping[str, Stored], whe
         names.discard(family.head)  # compared with the table it is tied to when it is read
     best: tuple[int, str] | None = None
     for table in family.tables:
-        # Twelve tensors of a layer are optional in the longest table, and no more.
         if config.num_layers > len(names) or _too_many(config, table, len(names)):
             continue
         plan = plan_for(config, table)

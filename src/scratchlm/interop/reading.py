@@ -116,6 +116,11 @@ class HFCheckpoint:
                 self._fill(name, state[name].detach(), allow_nonfinite)
 
     def _fill(self, name: str, out: Tensor, allow_nonfinite: bool) -> None:
+        if not out.is_contiguous():  # bytes are read into one stretch of memory
+            whole = torch.empty(out.shape, dtype=out.dtype)
+            self._fill(name, whole, allow_nonfinite)
+            out.copy_(whole)
+            return
         links = self.plan.links[name]
         if not links:
             out.fill_(1)
