@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from scratchlm.accounting import Execution, Setup, bindings, evaluate, flops_tree, memory_bindings
 from scratchlm.accounting.activations import saved_tree
 from scratchlm.accounting.memory import kv_cache_bytes
-from scratchlm.accounting.verify import Check, verify, verify_flops, verify_parameters
+from scratchlm.accounting.verify import (
+    Check,
+    measure_machine,
+    verify,
+    verify_flops,
+    verify_parameters,
+)
 from scratchlm.config import (
     MLP,
     Attention,
@@ -94,6 +100,14 @@ def test_presets_verify(name):
     assert {"Q projection", "attention", "feed-forward", "LM head", "backward"} <= {
         check.what for check in checks
     }
+
+
+def test_this_machine_is_measured_and_says_so():
+    here = measure_machine()
+    assert here.measured
+    assert 1e8 < here.fp32 <= here.peak("bf16") < 1e16
+    assert 1e8 < here.bandwidth < 1e14
+    assert "measured" in here.peak_name("fp32")
 
 
 def test_a_wrong_prediction_is_noticed():

@@ -205,8 +205,11 @@ def measure_machine() -> Machine:
     else:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         name = f"this machine ({torch.get_num_threads()} threads)"
-    size = 8192 if device == "cuda" else 1024
-    half = _matmul_rate(size, torch.bfloat16, device)
+    size, small = (8192, 8192) if device == "cuda" else (1024, 256)
+    single = _matmul_rate(size, torch.float32, device)
+    half: float | None = _matmul_rate(small, torch.bfloat16, device)
+    if half is not None and half < single:
+        half = None  # many CPUs only imitate bfloat16: nobody would compute in it there
     copied = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(copied)
     seconds = _fastest(lambda: target.copy_(copied), device)
@@ -216,7 +219,7 @@ def measure_machine() -> Machine:
         bandwidth=2 * copied.nbytes / seconds,
         bf16=half,
         fp16=half,
-        fp32=_matmul_rate(size, torch.float32, device),
+        fp32=single,
         measured=True,
     )
 
