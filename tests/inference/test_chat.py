@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from inference.tiny import byte_tokenizer
 from scratchlm.errors import ScratchLMError
-from scratchlm.inference import FORMATS, Message, chat_format
+from scratchlm.inference import FORMATS, Message, chat_format, what_fits
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA3 = (
@@ -93,3 +93,21 @@ def test_wrong_formats_roles_and_texts_are_one_line():
         Message("user", None)
     with pytest.raises(ValueError, match="at least one message"):
         FORMATS["plain"].encode([], byte_tokenizer())
+
+
+def test_the_oldest_turns_are_left_out_until_the_rest_fits():
+    tokenizer = byte_tokenizer(*CHATML)
+    chat = FORMATS["chatml"]
+    talk = [Message("system", "S")]
+    for i in range(5):
+        talk += [Message("user", f"question {i}"), Message("assistant", f"answer {i}")]
+    talk.append(Message("user", "last"))
+    assert what_fits(chat, talk, tokenizer, 10_000) == talk
+    for room in range(60, 400, 7):
+        kept = what_fits(chat, talk, tokenizer, room)
+        assert len(chat.encode(kept, tokenizer)) <= room
+        assert kept[0] == talk[0]
+        assert kept[1:] == talk[len(talk) - len(kept) + 1 :]
+        assert kept[1].role == "user"
+    with pytest.raises(ValueError, match="the message must fit 20 tokens of context; got"):
+        what_fits(chat, talk, tokenizer, 20)

@@ -97,8 +97,8 @@ def generate(
         beams = beam_search(
             loaded.model, text, num_beams=beam, length_penalty=length_penalty, **common
         )
-        for found in beams[:num_samples]:
-            _print_whole(text, found.text, asdict(found), as_json)
+        for rank, found in enumerate(beams[:num_samples]):
+            _print_whole(rank, text, found.text, asdict(found), as_json)
         return
     pieces = stream(
         loaded.model,
@@ -277,19 +277,20 @@ def _print_when_done(prompt: str, pieces: Iterable[Piece], as_json: bool) -> Non
         growing.setdefault(piece.row, Generation()).add(piece)
         while shown in growing and growing[shown].finish_reason is not None:
             done = growing.pop(shown)
-            _print_whole(prompt, done.text, asdict(done), as_json)
+            _print_whole(shown, prompt, done.text, asdict(done), as_json)
             shown += 1
 
 
-def _print_whole(prompt: str, text: str, record: dict[str, Any], as_json: bool) -> None:
+def _print_whole(index: int, prompt: str, text: str, record: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"prompt": prompt, **record}, ensure_ascii=False))
         return
+    if index:
+        typer.echo("---")
     if sys.stdout.isatty():
         typer.secho(_harmless(prompt), dim=True, nl=False)
         text = _harmless(text)
     typer.echo(text)
-    typer.echo("---")
 
 
 def _write(text: str) -> None:

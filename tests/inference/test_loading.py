@@ -1,0 +1,102 @@
+"""A model by name: what is loaded is what was written, and what is wrong is one line."""
+
+import json
+
+import pytest
+import torch
+
+from inference.tiny import END, byte_tokenizer, tiny_model
+from interop.hf_models import hf_model
+from scratchlm.checkpoint import checkpoint_path, write_checkpoint
+from scratchlm.errors import ScratchLMError
+from scratchlm.inference import load_model
+from tiny_models import FAMILIES, build
+
+
+def write(run, step, model, tokenizer=True):
+    file = byte_tokenizer().save(run / "tok") if tokenizer else None
+    return write_checkpoint(
+        checkpoint_path(run, step),
+        model=model.state_dict(),
+        config=model.config,
+        tokenizer_file=file,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_every_family_gives_the_same_logits(tmp_path, family):
+    model = build(FAMILIES[family])
+    loaded = load_model(write(tmp_path, 1, model, tokenizer=False))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids), model(ids))
+    assert loaded.config == model.config
+    assert loaded.tokenizer is None
+    with pytest.raises(ScratchLMError, match="text needs a tokenizer"):
+        loaded.need_tokenizer()
+
+
+def test_a_run_gives_its_newest_whole_checkpoint(tmp_path):
+    old, new = tiny_model(vocab_size=257, seed=1), tiny_model(vocab_size=257, seed=2)
+    write(tmp_path, 10, old)
+    newest = write(tmp_path, 20, new)
+    loaded = load_model(tmp_path)
+    assert loaded.source == newest
+    assert torch.equal(loaded.model.lm_head.weight, new.lm_head.weight)
+    assert loaded.need_tokenizer().encode("hi") == [104, 105]
+    assert loaded.eos_ids == (byte_tokenizer().special_tokens[END],)
+    heard = []
+    (newest / "model.safetensors").write_bytes(b"broken")
+    fallback = load_model(tmp_path, warn=heard.append)
+    assert torch.equal(fallback.model.lm_head.weight, old.lm_head.weight)
+    assert len(heard) == 1
+    assert "step-00000020" in heard[0]
+
+
+def test_a_hugging_face_directory_gives_its_logits_and_its_end_tokens(tmp_path):
+    theirs = hf_model("llama 3.1")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    loaded = load_model(tmp_path)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.allclose(loaded.model(ids), theirs(ids).logits, atol=1e-5)
+    assert loaded.eos_ids == (7, 9)
+
+
+def test_the_dtype_is_the_stored_one_unless_another_is_asked_for(tmp_path):
+    hf_model("llama 2", torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(tmp_path).model.lm_head.weight.dtype == torch.bfloat16
+    wide = load_model(tmp_path, dtype=torch.float32).model
+    assert wide.lm_head.weight.dtype == torch.float32
+    assert wide.rope.cos.dtype == torch.float32
+
+
+def test_what_is_no_model_is_one_line(tmp_path):
+    with pytest.raises(ScratchLMError, match="no such run, checkpoint or Hugging Face directory"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ScratchLMError, match="must be a run with a checkpoint"):
+        load_model(tmp_path)
+    path = write(tmp_path, 1, tiny_model(vocab_size=257))
+    (path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ScratchLMError, match=r"model\.safetensors"):
+        load_model(path)
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(tmp_path):
+    model = tiny_model()
+    state = dict(model.state_dict())
+    weight = state.pop("lm_head.weight")
+    for i, (change, message) in enumerate(
+        [
+            ({}, r"1 tensors are missing, first lm_head\.weight"),
+            ({"lm_head.weight": weight[:5].clone()}, r"lm_head\.weight must have shape \(61, 32\)"),
+            ({"lm_head.weight": weight, "extra": weight.clone()}, "unexpected tensor 'extra'"),
+        ]
+    ):
+        path = checkpoint_path(tmp_path, i)
+        write_checkpoint(path, model={**state, **change}, config=model.config)
+        with pytest.raises(ScratchLMError, match=message):
+            load_model(path)
