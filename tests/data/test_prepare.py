@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 import zlib
 
 import numpy as np
@@ -104,7 +107,7 @@ def test_a_document_cut_into_parts_and_pieces_has_the_ids_of_the_whole(
     tmp_path_factory, text, part, piece
 ):
     folder = tmp_path_factory.mktemp("cut")
-    (folder / "a.txt").write_bytes(text.encode() + b"x")
+    (folder / "a.txt").write_bytes(b"x" + text.encode())
     tokenizer = WordTokenizer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "PART_BYTES", part)
@@ -113,7 +116,7 @@ def test_a_document_cut_into_parts_and_pieces_has_the_ids_of_the_whole(
         patch.setattr(reading, "CHUNK_BYTES", 7)
         patch.setattr(os, "fsync", lambda fd: None)  # hundreds of tiny parts
         prepare([folder / "a.txt"], tokenizer, folder / "out", val_fraction=0)
-    expected = [*tokenizer.encode_array(text + "x").tolist(), tokenizer.special_tokens[EOT]]
+    expected = [*tokenizer.encode_array("x" + text).tolist(), tokenizer.special_tokens[EOT]]
     assert ids_of(folder / "out" / "train") == expected
 
 
@@ -168,7 +171,7 @@ def test_a_large_document_falls_on_the_same_side_wherever_it_stands(tmp_path, mo
     monkeypatch.setattr(reading, "HEAD_CHARS", 500)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 64)
     sides = []
-    large = [f"Large {i}. " + "x" * 700 + " and more. " * 300 for i in range(40)]
+    large = [f"Large {i}. " + "x" * 1020 + " and more. " * 300 for i in range(40)]
     for shift in (0, 17, 40):
         text = EOT.join(["s" * shift + " short", *large])
         (tmp_path / f"{shift}.txt").write_text(text)
@@ -381,3 +384,45 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
     prepare([tmp_path / "a.txt"], WordTokenizer(), tmp_path / "out", progress=second)
     assert ids_of(tmp_path / "out/train")
+
+
+@pytest.mark.parametrize("names", [("bad.txt", "good.txt"), ("good.txt", "bad.txt")])
+def test_one_bad_source_does_not_wait_for_a_large_good_one(tmp_path, names):
+    with open(tmp_path / "good.txt", "w") as file:
+        for _ in range(64):
+            file.write("good words. " * 90_000)
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    seen = []
+
+    def slow(progress):
+        seen.append(progress)
+        time.sleep(0.03)  # 64 times: the good file alone would take two seconds
+
+    with pytest.raises(ScratchLMError, match="byte 0 is not UTF-8"):
+        prepare([tmp_path / n for n in names], WordTokenizer(), tmp_path / "out", progress=slow)
+    assert not seen or seen[-1].done < seen[-1].total
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_file_much_larger_than_it(tmp_path):
+    """128 MB of text in one document, through a process that may grow by 64 MiB."""
+    path = tmp_path / "large.txt"
+    words = " ".join(f"{'abcdefgh'[i % 8]}{i * i} and" for i in range(60_000)) + "\n"
+    path.write_text(words * ((128 << 20) // len(words)))
+    code = """
+import resource, sys
+from scratchlm.data import prepare
+from scratchlm.tokenizer import Tokenizer
+tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
+tokenizer.encode_array("warm up " * 1000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+made = prepare([sys.argv[1]], tokenizer, sys.argv[2], workers=1)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(made.train.count + made.val.count, grown)
+"""
+    command = [sys.executable, "-c", code, str(path), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    count, grown = map(int, result.stdout.split())
+    assert count == path.stat().st_size
+    assert grown < 64 << 10  # KiB

@@ -102,7 +102,7 @@ def test_killed_three_times_it_ends_in_the_same_bytes(source, whole, tmp_path):
 
 
 def killed_at(step, run):
-    """Run in a copy of this process that kills itself at its step-th flush or rename.
+    """Run in a copy of this process that kills itself at its step-th flush, rename or removal.
 
     Returns False if it came to its end before.
     """
@@ -116,18 +116,19 @@ def killed_at(step, run):
     calls = 0
 
     def dying(real):
-        def call(*args):
+        def call(*args, **more):
             nonlocal calls
             calls += 1
             if calls == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args)
+            return real(*args, **more)
 
         return call
 
     status = 1
     try:
-        os.fsync, os.replace = dying(os.fsync), dying(os.replace)
+        for name in ("fsync", "replace", "unlink", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
         run()
         status = 0
     finally:
@@ -135,7 +136,9 @@ def killed_at(step, run):
 
 
 @pytest.mark.parametrize("split", ["documents", "tail"])
-def test_killed_at_any_flush_or_rename_it_ends_in_the_same_bytes(tmp_path, split, monkeypatch):
+def test_killed_at_any_flush_rename_or_removal_it_ends_in_the_same_bytes(
+    tmp_path, split, monkeypatch
+):
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     source = tmp_path / "a.txt"
     stories = (f"Story {i}: it went on, {'and on, ' * 60} the end." for i in range(16))
@@ -156,7 +159,18 @@ def test_killed_at_any_flush_or_rename_it_ends_in_the_same_bytes(tmp_path, split
         assert bytes_of(out) == whole
         shutil.rmtree(out)
         step += 1
-    assert step > 20
+    assert step > 30
+
+
+def test_a_leftover_of_the_work_folder_is_not_obeyed(source, whole, tmp_path):
+    out = tmp_path / "out"
+    resume(source, out)
+    (out / ".prepare").mkdir()
+    sidecars = {side: json.loads((out / f"{side}.json").read_text()) for side in ("train", "val")}
+    (out / ".prepare" / "commit.json").write_text(json.dumps(sidecars))
+    again = resume(source, out)
+    assert again.resumed_parts == again.parts
+    assert bytes_of(out) == whole
 
 
 def test_ctrl_c_leaves_nothing_that_looks_finished_and_goes_on(source, whole, tmp_path):

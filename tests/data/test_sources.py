@@ -55,6 +55,20 @@ def test_jsonl_and_parquet_give_the_named_field(tmp_path):
         assert documents(tmp_path / name, field="body") == ["one", "zwei ü\n"]
 
 
+def test_a_large_document_of_jsonl_or_parquet_comes_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "PIECE_CHARS", 100)
+    monkeypatch.setattr(reading, "HEAD_CHARS", 10)
+    texts = ["short", "words, and more of them. " * 40, ""]
+    rows = [{"text": text} for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        pieces = list(reading.read_pieces(find_sources([tmp_path / name])[0]))
+        assert len(pieces) > 5
+        assert max(len(piece.text) for piece in pieces) <= 200
+        assert documents(tmp_path / name) == texts
+
+
 def test_gzipped_text_and_jsonl_are_unpacked(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"plain"))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "line"}\n'))
@@ -228,13 +242,17 @@ def test_pieces_have_the_words_of_the_whole(text):
             assert split == [m.group() for m in pattern.finditer(text)]
 
 
+SEPARATORS = ["ab", "a", "\n\n", "<|e|>", "x. y"]
+with_separators = st.lists(st.one_of(words, st.sampled_from(SEPARATORS)), max_size=20).map("".join)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
-    text=words,
+    text=with_separators,
     chunk=st.integers(1, 20),
     piece=st.integers(1, 40),
     most=st.integers(1, 80),
-    separator=st.sampled_from([None, "ab", "a", "\n\n", "<|e|>"]),
+    separator=st.sampled_from([None, *SEPARATORS]),
 )
 def test_streaming_gives_the_documents_of_the_whole(text, chunk, piece, most, separator):
     chunks = (text[i : i + chunk] for i in range(0, len(text), chunk))
@@ -244,7 +262,7 @@ def test_streaming_gives_the_documents_of_the_whole(text, chunk, piece, most, se
         patch.setattr(reading, "HEAD_CHARS", min(piece, 4))
         got, current = [], ""
         for part in reading._text_pieces(chunks, separator, True):
-            assert len(part.text) <= piece + most + chunk
+            assert len(part.text) <= piece + most + 2 * chunk
             current += part.text
             if part.ends_document:
                 got.append(current)
@@ -257,7 +275,11 @@ def test_streaming_gives_the_documents_of_the_whole(text, chunk, piece, most, se
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=words, size=st.integers(1, 50), separator=st.sampled_from([None, "a", "<|e|>"]))
+@given(
+    text=with_separators,
+    size=st.integers(1, 50),
+    separator=st.sampled_from([None, *(s for s in SEPARATORS if s != "\n\n")]),
+)
 def test_parts_of_a_file_make_up_the_file(tmp_path_factory, text, size, separator):
     path = tmp_path_factory.mktemp("parts") / "a.txt"
     path.write_bytes((text + "end").encode())

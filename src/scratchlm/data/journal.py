@@ -163,6 +163,8 @@ def read_commit(out: Path, folder: Path, plan: str) -> dict[str, TokenFileInfo] 
         infos = {side: TokenFileInfo.from_dict(values) for side, values in sidecars.items()}
     except (FileNotFoundError, ValueError):
         return None
+    if not (folder / "tokenizer").is_dir():
+        return None
     for side, info in infos.items():
         partial, data = folder / f"{side}.partial", out / f"{side}.bin"
         there = partial if partial.exists() else data

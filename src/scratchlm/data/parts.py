@@ -3,7 +3,9 @@
 Where a source is cut depends on its bytes alone, never on the number of workers: a text file
 after a separator (or, when the file is one document, at a safe place, see `reading.py`), a JSON
 Lines file after a line, a Parquet file between row groups. A part has about PART_BYTES; a document
-larger than that stays in one part and is streamed. Gzipped files are one part each.
+larger than that stays in one part and is streamed. Gzipped files are one part each. (A separator
+that can overlap itself, such as a blank line among several, may be found one place later at such
+a cut than from the start of the file.)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -65,9 +65,12 @@ def check_all(
 ) -> list[Checked]:
     """Read every source once: its hash, and the first thing that is wrong with it."""
     total, done, lock = sum(source.size for source in sources), 0, threading.Lock()
+    stopping = threading.Event()
 
     def advance(count: int) -> None:
         nonlocal done
+        if stopping.is_set():  # Ctrl-C, or another source is bad: do not read on for hours
+            raise InterruptedError
         with lock:
             done += count
             report(Progress("check", done, total))
@@ -75,8 +78,13 @@ def check_all(
     with ThreadPoolExecutor(min(4, len(sources)), "scratchlm-check") as threads:
         futures = [threads.submit(check_source, source, marker, advance) for source in sources]
         try:
+            done_ones, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done_ones and (error := future.exception()) is not None:
+                    raise error
             return [future.result() for future in futures]
         finally:
+            stopping.set()
             for future in futures:
                 future.cancel()
 

@@ -109,6 +109,15 @@ def _text_pieces(
         yield Piece(buffer, ends_document)
 
 
+def _document(text: str) -> Iterator[Piece]:
+    """Give a whole document out, in pieces where it is large."""
+    if len(text) <= PIECE_CHARS:
+        yield Piece(text, True)
+    else:
+        chunks = (text[i : i + PIECE_CHARS] for i in range(0, len(text), PIECE_CHARS))
+        yield from _text_pieces(chunks, None, True)
+
+
 def head_of(first_piece: str) -> str:
     """Return the beginning of a document, the same however the document was cut."""
     return first_piece[:HEAD_CHARS]
@@ -135,15 +144,15 @@ def _jsonl_pieces(source: Source, field: str, start: int, end: int | None) -> It
             line = _read(source, file, MAX_LINE_BYTES, line=True)
             if not line:
                 break
+            number += 1
             try:
-                if text := _field_of(line, field, first=offset == 0):
-                    yield Piece(text, True)
-                elif text is not None:
-                    yield Piece("", True)
+                text = _field_of(line, field, first=offset == 0)
             except ValueError as error:
-                number += _lines_before(source, start) + 1
+                number += _lines_before(source, start)
                 raise ScratchLMError(f"{source.name}: line {number:,}: {error}") from None
-            offset, number = offset + len(line), number + 1
+            if text is not None:
+                yield from _document(text)
+            offset += len(line)
 
 
 def _field_of(line: bytes, field: str, first: bool) -> str | None:
@@ -230,6 +239,6 @@ def _parquet_pieces(source: Source, field: str, start: int, end: int | None) -> 
                     row += 1
                     if text is None:
                         raise ScratchLMError(f"{source.name}: row {row:,}: {field!r} is null")
-                    yield Piece(text, True)
+                    yield from _document(text)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _broken_parquet(source, error) from None
