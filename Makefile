@@ -8,13 +8,16 @@ STAMP  := $(VENV)/.installed
 PYTEST_WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: install check lint types test test-slow clean
+.PHONY: install demo check lint types test test-slow bench bench-cpu bench-gpu docs clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
 	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/scratchlm demo --out runs/demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -30,6 +33,22 @@ test: check
 
 test-slow: $(STAMP)
 	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
+
+# Each writes its section of bench/RESULTS.md. SHAKESPEARE: a text file to measure on.
+SHAKESPEARE ?= ../shared/data/tinyshakespeare.txt
+bench: bench-cpu
+bench-cpu: $(STAMP)
+	$(BIN)/python bench/model.py
+	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
+	$(BIN)/python bench/data.py
+	$(BIN)/python bench/generate.py
+
+bench-gpu: $(STAMP)
+	$(BIN)/python bench/accounting.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/make_accounting.py
+	$(BIN)/python docs/make_tree.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

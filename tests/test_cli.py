@@ -48,8 +48,8 @@ def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(arguments, tmp_pat
     assert result.returncode == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    if result.stderr.startswith("error:"):
-        assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_config_prints_what_config_reads(tmp_path):

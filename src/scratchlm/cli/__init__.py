@@ -7,7 +7,7 @@ command, so that `scratchlm --help` answers at once.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,17 +69,37 @@ def _options(
     _show_traceback = traceback
 
 
+# Typer carries its own copy of click in some versions: the class is found through its child.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 def main() -> None:
     """Run the command line; what a user can cause is one line on stderr and exit status 2."""
     try:
-        app()
+        status = app(prog_name="scratchlm", standalone_mode=False)
+    except _UsageError as error:
+        _explain(error)
+        raise SystemExit(2) from None
     except (ScratchLMError, ValueError, TypeError, OSError) as error:
         if _show_traceback:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _explain(error: Any) -> None:
+    """Say a wrong call on one line; a bare group of commands shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    command = error.ctx.command_path if error.ctx else "scratchlm"
+    print(
+        f"error: {one_line_of(error.format_message()).rstrip('.')}; see {command} --help",
+        file=sys.stderr,
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -87,4 +107,9 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.filename}: " if error.filename else ""
         return f"{what}{error.strerror}"
-    return " ".join(str(error).split())
+    return one_line_of(str(error))
+
+
+def one_line_of(text: str) -> str:
+    """Fold white space, so that a text fits on one line."""
+    return " ".join(text.split())
