@@ -80,6 +80,9 @@ def account(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw to this file (.png, .svg).")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with sliders to this file (.html).")
+    ] = None,
 ) -> None:
     """Say what a model costs before it is run: parameters, FLOPs, memory, time and money."""
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
@@ -111,6 +114,14 @@ def account(
     money = {"tokens": parse_count(tokens) if tokens else None, "mfu": mfu, "price": price}
     output = "json" if json else "csv" if csv else "table"
     name, config = next(iter(configs.items()))
+    if html is not None:
+        if verify or compare or sweep or fits:
+            raise ValueError(
+                "--html shows one model; it excludes --compare, --sweep, --fits and --verify"
+            )
+        _write_page(html, name, config, setup, convention, _machine(gpu), money)
+        if output == "table" and plot is None:
+            return
     if verify:
         _verify(config, setup)
     elif compare or sweep:
@@ -181,6 +192,27 @@ def _show(
             account_tables.print_training(console, result.training)
     if plot is not None:
         typer.echo(f"wrote {plot}", err=True)
+
+
+def _write_page(
+    path: Path,
+    name: str,
+    config: ModelConfig,
+    setup: Setup,
+    convention: str,
+    machine: Machine,
+    money: dict[str, Any],
+) -> None:
+    from scratchlm import accounting
+    from scratchlm.accounting.page import account_page
+
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"a page must end in .html; got {path}")
+    # what the tables would refuse, the page must not open with
+    accounting.account(config, setup, machine=machine, convention=convention, **money)
+    page = account_page(name, config, setup, machine=machine, convention=convention, **money)
+    path.write_text(page, encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
 
 
 def _rows(

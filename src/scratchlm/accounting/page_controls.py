@@ -1,0 +1,451 @@
+"""What the page lets one change: sizes, choices, their limits, and the rules between them.
+
+A control carries the name of a config field or of a command-line option. A size that nobody gave
+follows a formula (d_head = d_model / num_heads) until it is set. The rules say, word for word,
+what `ModelConfig` and `Setup` would say; a test compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scratchlm.accounting.expr import Expr, Num, Sym, ceil_div
+from scratchlm.accounting.flops import CHECKPOINTING, CONVENTIONS
+from scratchlm.accounting.machines import PRICES_AS_OF, Machine
+from scratchlm.accounting.money import DEFAULT_MFU, TOKENS_PER_PARAMETER
+from scratchlm.accounting.page_formulas import SUGGESTED_TOKENS, Formulas, number, variants
+from scratchlm.accounting.setup import DEFAULT_LENGTHS, OPTIMIZERS, PARALLEL, PRECISIONS, Setup
+from scratchlm.accounting.symbols import SYMBOLS, H, d, d_ff
+from scratchlm.accounting.work import PHASES
+from scratchlm.config import ModelConfig, MoE, Rotary, Sinusoidal, default_d_ff
+from scratchlm.config.parts import SIZE_LIMITS
+
+_MOST = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
+_GENERATION = ("generation", "generation-no-cache")
+
+
+@dataclass(frozen=True)
+class Control:
+    """One thing to set; `kind` is size, real, choice or flag."""
+
+    key: str
+    label: str
+    kind: str
+    value: Any  # None: it follows `link`
+    symbol: str = ""
+    link: Expr | None = None
+    link_label: str = ""
+    stops: tuple[int, ...] = ()  # where the slider snaps
+    least: int = 1
+    most: int = _MOST
+    choices: tuple[tuple[str, str], ...] = ()  # value, words
+    option: str = ""  # of the command line; "" for what is the model's own
+    plain: Any = None  # what the command line takes when the option is not given
+    when: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shown for these values only
+    words: str = ""
+
+    def data(self, table: Formulas) -> dict[str, Any]:
+        """Write as plain values."""
+        return {
+            "key": self.key,
+            "label": self.label,
+            "kind": self.kind,
+            "value": number(self.value),
+            "symbol": self.symbol,
+            "link": None if self.link is None else table.expr(self.link),
+            "linkLabel": self.link_label,
+            "stops": self.stops,
+            "least": self.least,
+            "most": self.most,
+            "choices": self.choices,
+            "option": self.option,
+            "plain": number(self.plain),
+            "when": self.when,
+            "words": self.words or SYMBOLS.get(self.symbol, ""),
+        }
+
+
+def _doublings(most: int, least: int = 1) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, … : doublings and what lies half way."""
+    powers = [2**i for i in range(most.bit_length())]
+    values = {*powers, *(3 * power for power in powers)}
+    return tuple(sorted(value for value in values if least <= value <= most))
+
+
+def _widths(most: int) -> tuple[int, ...]:
+    """Multiples of 64, ever coarser: about 8 steps for a doubling."""
+    values, width = [], 64
+    while width <= most:
+        values.append(width)
+        width += max(64, 2 ** (width.bit_length() - 4))
+    return tuple(values)
+
+
+def _counts(fine: int, most: int) -> tuple[int, ...]:
+    """Every number up to `fine`, then multiples of 4."""
+    return (*range(1, fine + 1), *range(fine + 4, most + 1, 4))
+
+
+def _with(stops: tuple[int, ...], value: int | None) -> tuple[int, ...]:
+    return stops if value is None else tuple(sorted({*stops, value}))
+
+
+@dataclass(frozen=True)
+class Money:
+    """What is assumed of a training run; None: suggested tokens, the machine's price."""
+
+    tokens: int | None = None
+    mfu: float = DEFAULT_MFU
+    price: float | None = None
+
+
+def groups(
+    config: ModelConfig,
+    setup: Setup,
+    convention: str,
+    gpu: Machine,
+    machines: list[Machine],
+    money: Money,
+) -> dict[str, list[Control]]:
+    """Return all controls, in the order a person meets them."""
+    return {
+        "The work": _work(config, setup, convention),
+        "The model": _model(config),
+        "Numbers and memory": _training(setup),
+        "Machines": _machines(setup, gpu, machines),
+        "A training run": _run(money),
+    }
+
+
+def _work(config: ModelConfig, setup: Setup, convention: str) -> list[Control]:
+    seq = setup.context or config.context_length
+    lengths = _with(_doublings(2**20, 16), seq)
+
+    def length(key: str, label: str, symbol: str, value: int | None, **more: Any) -> Control:
+        return Control(
+            key,
+            label,
+            "size",
+            value,
+            symbol,
+            link=DEFAULT_LENGTHS[symbol],
+            stops=_with(lengths, value),
+            option=f"--{key.replace('_', '-')}",
+            **more,
+        )
+
+    return [
+        _choice("phase", "phase", PHASES, setup.phase, "forward"),
+        Control(
+            "batch",
+            "batch",
+            "size",
+            setup.batch,
+            "B",
+            stops=_with(_doublings(4096), setup.batch),
+            option="--batch",
+            plain=1,
+        ),
+        Control(
+            "context",
+            "context",
+            "size",
+            setup.context,
+            "S",
+            link=Sym("N_ctx"),
+            link_label="context_length",
+            stops=lengths,
+            option="--context",
+        ),
+        length(
+            "prompt",
+            "prompt",
+            "P",
+            setup.prompt,
+            link_label="half the context",
+            when={"phase": ("prefill", *_GENERATION)},
+        ),
+        length(
+            "new_tokens",
+            "new tokens",
+            "T",
+            setup.new_tokens,
+            link_label="the rest of the context",
+            when={"phase": _GENERATION},
+        ),
+        length("cache", "cache", "C", setup.cache, link_label="context − 1", least=0),
+        _choice("convention", "convention", CONVENTIONS, convention, "full"),
+    ]
+
+
+def _model(config: ModelConfig) -> list[Control]:
+    moe = config.ffn if isinstance(config.ffn, MoE) else None
+    experts = moe or variants(config)["moe"].ffn
+    assert isinstance(experts, MoE)
+    kind = "moe" if moe else "dense"
+    only_moe = {"ffn": ("moe",)}
+    linked_head = config.d_head * config.num_heads == config.d_model
+    linked_kv = config.num_kv_heads == config.num_heads
+    heads = _with(_counts(64, 256), config.num_heads)
+    controls = [
+        _size("num_layers", "layers", "L", config.num_layers, _counts(64, 256)),
+        _size("d_model", "width", "d", config.d_model, _widths(2**15)),
+        _size("num_heads", "heads", "H", config.num_heads, heads),
+        _size(
+            "num_kv_heads",
+            "kv heads",
+            "H_kv",
+            None if linked_kv else config.num_kv_heads,
+            _with(heads, config.num_kv_heads),
+            link=H,
+            link_label="heads",
+        ),
+        _size(
+            "d_head",
+            "head width",
+            "d_h",
+            None if linked_head else config.d_head,
+            _with(tuple(range(8, 513, 8)), config.d_head),
+            link=d / H,
+            link_label="width / heads",
+        ),
+        _size("d_ff", "feed-forward", "d_ff", None, _widths(2**17), **_ff_link(config)),
+        _choice(
+            "ffn",
+            "feed-forward layer is",
+            ("dense", "moe"),
+            kind,
+            None,
+            option="",
+            labels=("dense", "mixture of experts"),
+        ),
+        _size("num_experts", "experts", "E", experts.num_experts, _counts(64, 512), when=only_moe),
+        _size(
+            "experts_per_token",
+            "experts per token",
+            "k",
+            experts.experts_per_token,
+            _counts(16, 64),
+            when=only_moe,
+        ),
+        _size("vocab_size", "vocabulary", "V", config.vocab_size, _doublings(2**19, 256)),
+        _size(
+            "context_length",
+            "context_length",
+            "N_ctx",
+            config.context_length,
+            _doublings(2**20, 16),
+        ),
+    ]
+    if config.attention.sliding_window is not None:
+        window = config.attention.sliding_window
+        controls.append(_size("sliding_window", "window", "W", window, _doublings(2**17, 16)))
+    tied = Control("tie_embeddings", "tie embeddings", "flag", config.tie_embeddings)
+    return [*controls, tied]
+
+
+def _ff_link(config: ModelConfig) -> dict[str, Any]:
+    """d_ff follows the width as it stands to it in this model."""
+    if config.d_ff == default_d_ff(config.d_model):
+        return {"link": 64 * ceil_div(8 * d, 192), "link_label": "8/3 width, up to 64s"}
+    ratio = config.d_ff / config.d_model
+    if config.d_ff % config.d_model == 0:
+        link: Expr = (config.d_ff // config.d_model) * d
+    else:
+        link = ceil_div(config.d_ff * d, config.d_model)
+    return {"link": link, "link_label": f"{ratio:.3g} × width"}
+
+
+def _training(setup: Setup) -> list[Control]:
+    execution = setup.execution
+    return [
+        _choice("dtype", "dtype", tuple(PRECISIONS), setup.precision, "bf16-mixed"),
+        _choice("optimizer", "optimizer", OPTIMIZERS, setup.optimizer, "adamw"),
+        _choice(
+            "checkpointing",
+            "checkpointing",
+            CHECKPOINTING,
+            execution.checkpointing,
+            "none",
+            words="what the backward pass computes again instead of keeping it",
+        ),
+        _choice(
+            "attention",
+            "attention",
+            ("fused", "unfused"),
+            execution.attention,
+            "fused",
+            words="unfused: the table of scores is written to memory",
+        ),
+        _choice(
+            "loss",
+            "loss",
+            ("fused", "unfused"),
+            execution.loss,
+            "unfused",
+            words="fused: logits are computed in slices, never all at once",
+        ),
+        Control(
+            "accumulate",
+            "accumulate gradients",
+            "flag",
+            setup.accumulate,
+            option="--accumulate",
+            plain=False,
+            words="gradients live from step to step",
+        ),
+    ]
+
+
+def _machines(setup: Setup, gpu: Machine, machines: list[Machine]) -> list[Control]:
+    names = tuple(machine.name for machine in machines)
+    labels = tuple(
+        f"{machine.name} · {machine.memory / 2**30:.0f} GiB · {machine.bandwidth / 1e12:.3g} TB/s"
+        for machine in machines
+    )
+    return [
+        _choice("gpu", "GPU", names, gpu.name, "h100-sxm", labels=labels),
+        Control(
+            "gpus",
+            "GPUs",
+            "size",
+            setup.gpus,
+            "G",
+            stops=_with(_doublings(2**14), setup.gpus),
+            option="--gpus",
+            plain=1,
+        ),
+        _choice(
+            "parallel",
+            "spread by",
+            PARALLEL,
+            setup.parallel,
+            "none",
+            words="several GPUs without a word on how are data-parallel (ddp)",
+        ),
+    ]
+
+
+def _run(money: Money) -> list[Control]:
+    return [
+        Control(
+            "tokens",
+            "tokens",
+            "size",
+            money.tokens,
+            "D",
+            link=SUGGESTED_TOKENS,
+            link_label=f"{TOKENS_PER_PARAMETER} per parameter",
+            most=2**60,
+            option="--tokens",
+        ),
+        Control(
+            "mfu",
+            "assumed MFU",
+            "real",
+            money.mfu,
+            "u",
+            most=1,
+            option="--mfu",
+            plain=DEFAULT_MFU,
+        ),
+        Control(
+            "price",
+            "$ per GPU-hour",
+            "real",
+            money.price,
+            "price",
+            link=Sym("list_price"),
+            link_label=f"{PRICES_AS_OF}, rough",
+            option="--price",
+        ),
+    ]
+
+
+def _choice(
+    key: str,
+    label: str,
+    values: tuple[str, ...],
+    value: str,
+    plain: str | None,
+    labels: tuple[str, ...] = (),
+    option: str | None = None,
+    words: str = "",
+) -> Control:
+    return Control(
+        key,
+        label,
+        "choice",
+        value,
+        choices=tuple(zip(values, labels or values, strict=True)),
+        option=f"--{key}" if option is None else option,
+        plain=plain,
+        words=words,
+    )
+
+
+def _size(
+    key: str, label: str, symbol: str, value: int | None, stops: tuple[int, ...], **more: Any
+) -> Control:
+    return Control(
+        key, label, "size", value, symbol, stops=_with(stops, value), most=SIZE_LIMITS[key], **more
+    )
+
+
+def rules(config: ModelConfig, table: Formulas) -> list[dict[str, Any]]:
+    """Return what must divide what, or not exceed it, in the order it is checked."""
+    found = [
+        _rule(
+            table,
+            "at most",
+            Sym("k"),
+            Sym("E"),
+            "experts_per_token must not exceed num_experts; got "
+            "experts_per_token={k}, num_experts={E}",
+            {"ffn": ["moe"]},
+        ),
+        _rule(
+            table,
+            "divisible",
+            d,
+            H,
+            "d_model must be divisible by num_heads; got d_model={d}, num_heads={H}",
+            {"d_head": [None]},
+        ),
+        _rule(
+            table,
+            "divisible",
+            H,
+            Sym("H_kv"),
+            "num_heads must be divisible by num_kv_heads; got num_heads={H}, num_kv_heads={H_kv}",
+        ),
+    ]
+    if isinstance(config.positions, Rotary):
+        says = "d_head must be even to rotate pairs of channels; got d_head={d_h}"
+        found.append(_rule(table, "divisible", Sym("d_h"), Num(2), says))
+    if isinstance(config.positions, Sinusoidal):
+        says = "d_model must be even for sinusoidal positions; got d_model={d}"
+        found.append(_rule(table, "divisible", d, Num(2), says))
+    for symbol, key in ((H, "num_heads"), (Sym("H_kv"), "num_kv_heads"), (d_ff, "d_ff")):
+        says = f"tensor parallelism needs {key} divisible by gpus; got {key}={{{symbol.name}}}"
+        tp = {"parallel": ["tp"]}
+        found.append(_rule(table, "divisible", symbol, Sym("G"), says + ", gpus={G}", tp))
+    return found
+
+
+def _rule(
+    table: Formulas,
+    kind: str,
+    left: Expr,
+    right: Expr,
+    says: str,
+    when: dict[str, list[Any]] | None = None,
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "left": table.expr(left),
+        "right": table.expr(right),
+        "says": says,
+        "when": when or {},
+    }

@@ -1,0 +1,123 @@
+"""A real browser for tests: headless Chromium, driven by chromedriver over HTTP (W3C WebDriver)."""
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMEDRIVER = shutil.which("chromedriver")
+MISSING = "Chromium and chromedriver are not installed"
+IS_THERE = bool(CHROMIUM and CHROMEDRIVER)
+
+_ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+]
+
+
+class Chromium:
+    """One window; use as a context manager, which ends the processes it started."""
+
+    def __init__(self) -> None:
+        self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.driver = subprocess.Popen(
+            [CHROMEDRIVER, f"--port={port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._wait_until_ready()
+        options = {
+            "binary": CHROMIUM,
+            "args": [*_ARGUMENTS, f"--user-data-dir={self.profile.name}"],
+        }
+        wanted = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self.session = f"/session/{answer['sessionId']}"
+
+    def __enter__(self) -> "Chromium":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._call("DELETE", self.session)
+        finally:
+            self.driver.terminate()
+            self.driver.wait(timeout=10)
+            self.profile.cleanup()
+
+    def _wait_until_ready(self) -> None:
+        for _ in range(200):
+            try:
+                if self._call("GET", "/status")["ready"]:
+                    return
+            except urllib.error.URLError:
+                time.sleep(0.05)
+        raise RuntimeError("chromedriver does not answer")
+
+    def _call(self, method: str, path: str, body: object = None):
+        data = None if method == "GET" else json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.url + path, data, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            with error:
+                said = json.load(error)["value"]
+            raise RuntimeError(f"{said['error']}: {said['message']}") from None
+
+    def open(self, url: str) -> None:
+        """Load an address and wait for it."""
+        self._call("POST", f"{self.session}/url", {"url": url})
+
+    def run(self, script: str, *arguments):
+        """Run the body of a function in the page and return what it returns."""
+        body = {"script": script, "args": list(arguments)}
+        return self._call("POST", f"{self.session}/execute/sync", body)
+
+    def command(self, name: str, **parameters):
+        """Send a command of the Chrome DevTools Protocol."""
+        body = {"cmd": name, "params": parameters}
+        return self._call("POST", f"{self.session}/goog/cdp/execute", body)
+
+    def show(self, width: int, height: int, scheme: str = "light") -> None:
+        """Set the size of the screen and the colour scheme."""
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.command("Emulation.setEmulatedMedia", features=[feature])
+
+    def picture(self, path: Path) -> None:
+        """Save the whole page as a PNG."""
+        shot = self.command("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def complaints(self) -> list[str]:
+        """Return what the console was told, errors and refused loads included."""
+        entries = self._call("POST", f"{self.session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries]
