@@ -112,6 +112,15 @@ def test_rope_tables_stay_float32_and_survive_meta():
     assert torch.equal(model.layers[0].attn.rope.sin, fresh.sin)
 
 
+@pytest.mark.parametrize("positions", [config.Rotary(), config.Sinusoidal()], ids=repr)
+def test_a_model_emptied_and_filled_is_the_same_model(positions):
+    cfg = ModelConfig(32, 16, 8, 3, 2, positions=positions)
+    model, tokens = TransformerLM(cfg), torch.randint(32, (2, 7))
+    other = TransformerLM(cfg, device="meta").to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+
+
 def test_sinusoidal_positions_follow_the_formula():
     table = SinusoidalPositions(20, 6)(torch.arange(20))
     for p in range(20):

@@ -109,6 +109,18 @@ def test_padding_changes_nothing(config, ops, lengths, side, with_cache):
                 torch.testing.assert_close(logits[i], alone, **TIGHT, msg=f"step {step} row {i}")
 
 
+def test_a_cache_that_lost_its_longest_row_has_room_again():
+    model = build(PLAIN)
+    tokens, mask = padded([ids(1, 6)[0], ids(1, 2, seed=3)[0]], "left")
+    cache = model.new_cache(2, capacity=6)
+    model(tokens, attention_mask=mask, cache=cache)
+    cache.select_rows(torch.tensor([1, 1]))
+    assert (cache.length, cache.lengths.tolist()) == (2, [2, 2])
+    more = ids(1, 4, seed=5)
+    alone = model(torch.cat([ids(1, 2, seed=3), more], dim=1))[:, -4:]
+    torch.testing.assert_close(model(more.repeat(2, 1), cache=cache), alone.repeat(2, 1, 1))
+
+
 @given(config=families, ops=implementations, lengths=st.lists(st.integers(1, 7), min_size=1))
 def test_packed_documents_equal_separate_documents(config, ops, lengths):
     lengths = lengths[:3]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -95,10 +94,9 @@ class MultiHeadSelfAttention(nn.Module):
         """Let every token gather from those before it."""
         _check_width(x, self.d_model, "attention")
         scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        heads = "... seq (head d) -> ... head seq d"
-        q = rearrange(self.q_proj(x), heads, d=self.d_head)  # (*batch, heads, seq, d_head)
-        k = rearrange(self.k_proj(x), heads, d=self.d_head)  # (*batch, kv_heads, seq, d_head)
-        v = rearrange(self.v_proj(x), heads, d=self.d_head)
+        q = self._cut_into_heads(self.q_proj(x))  # (*batch, heads, seq, d_head)
+        k = self._cut_into_heads(self.k_proj(x))  # (*batch, kv_heads, seq, d_head)
+        v = self._cut_into_heads(self.v_proj(x))  # (*batch, kv_heads, seq, d_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None and scene.rotation is not None:
@@ -109,7 +107,10 @@ class MultiHeadSelfAttention(nn.Module):
         if self.sliding_window is not None:
             mask = replace(mask, window=self.sliding_window)
         mixed = self.ops.attention(q, k, v, mask)
-        return self.output_proj(rearrange(mixed, "... head seq d -> ... seq (head d)"))
+        return self.output_proj(mixed.transpose(-3, -2).flatten(-2))
+
+    def _cut_into_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
 
     def _own_scene(self, seq: int, token_positions: Tensor | None) -> Scene:
         if self.rope is None:

@@ -124,3 +124,4 @@ class KVCache:
         self.batch_size = len(rows)
         if self._row_lengths is not None:
             self._row_lengths = self._row_lengths[rows]
+            self.length = int(self._row_lengths.max())  # the longest row may be among those gone

@@ -249,8 +249,10 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        before = self.table
         super()._apply(fn, recurse)
-        self._build(self.table.device)  # a table is recomputed, never cast or left unfilled
+        if self.table is not before:  # a table is computed anew, never cast or left unfilled
+            self._build(self.table.device)
         return self
 
     def forward(self, positions: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:

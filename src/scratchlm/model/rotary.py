@@ -132,8 +132,9 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         before = self.cos
         super()._apply(fn, recurse)
-        # `model.to(bfloat16)` would cast the tables and `to_empty` would leave them unfilled.
-        if self.cos.dtype != torch.float32 or before.is_meta:
+        # A table is computed anew, never cast by `model.to(bfloat16)` or left unfilled by
+        # `to_empty`, which passes here once for every layer that shares it.
+        if self.cos is not before:
             self._build(self.cos.device)
         return self
 

@@ -137,11 +137,15 @@ class Transformer(nn.Module):
         batch, seq = token_ids.shape
         if cache is None:
             self._check_length(seq)
-        if positions is not None and positions.shape not in ((seq,), (1, seq), (batch, seq)):
-            raise ValueError(
-                f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
-                f"got shape {tuple(positions.shape)}"
+        if positions is not None:
+            by_row = positions.ndim == 2 and (
+                positions.shape[0] == 1 or positions.shape[0] == batch
             )
+            if positions.shape[-1] != seq or not (positions.ndim == 1 or by_row):
+                raise ValueError(
+                    f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
+                    f"got shape {tuple(positions.shape)}"
+                )
         for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
             if given is not None and given.shape != token_ids.shape:
                 raise ValueError(

@@ -96,7 +96,8 @@ def rope(
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)
     a, b = wide.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    parts = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
+    return torch.cat(parts, dim=-1).to(x.dtype)
 
 
 def scaled_dot_product_attention(
