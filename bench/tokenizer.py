@@ -173,8 +173,8 @@ def main() -> None:
             "peer's time over ours, the median of the turns.",
             f"Training to {VOCAB} tokens (wall time; HF and ours on all cores):",
             table(["text", "HF tokenizers", "ours", "ratio"], training),
-            "Encoding (MB per second of processor time, all on one core; HF on the first tenth; ours "
-            "as a list, from an empty cache; `encode_array` with a full one):",
+            "Encoding (MB per second of processor time, all on one core; HF on the first tenth; "
+            "ours as a list, from an empty cache; `encode_array` with a full one):",
             table(
                 ["text, pattern", "HF", "tiktoken", "ours", "ours, array, warm", "ours : tiktoken"],
                 encoding,

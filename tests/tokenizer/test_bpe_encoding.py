@@ -47,7 +47,7 @@ def arbitrary_merges(draw):
     return dict(enumerate(tokens)), draw(st.permutations(merges))
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(
     made=arbitrary_merges(),
     words=st.lists(st.text("abcd", min_size=1, max_size=40), min_size=1, max_size=5),
@@ -86,7 +86,7 @@ def test_twenty_thousand_strings_come_back():
         assert [tokenizer.decode(ids) for ids in encoded] == strings
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(text=texts)
 def test_any_text_comes_back(text):
     tokenizer = prose_tokenizer()
@@ -179,7 +179,7 @@ def test_encode_iterable_is_lazy():
     assert len(list(itertools.islice(ids, 1000))) == 1000
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 419), max_size=30))
 def test_streaming_decode_equals_the_whole_and_never_gives_half_a_character(ids):
     tokenizer = prose_tokenizer()

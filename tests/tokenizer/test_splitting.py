@@ -28,14 +28,14 @@ def defined_words(batch, pattern):
 
 
 @each_pattern
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(text=texts)
 def test_fast_words_are_the_patterns_words(pattern, text):
     assert fast_words([text], pattern) == defined_words([text], pattern)
 
 
 @each_pattern
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(batch=st.lists(texts, min_size=1, max_size=5))
 def test_texts_split_together_split_as_alone(pattern, batch):
     assert fast_words(batch, pattern) == defined_words(batch, pattern)
@@ -54,7 +54,7 @@ def test_every_character_of_unicode_beside_every_kind(pattern):
 
 
 @each_pattern
-@settings(max_examples=800)
+@settings(max_examples=300)
 @given(text=texts, place=st.integers(0, 60))
 def test_a_cut_changes_no_word(pattern, text, place):
     whole = split_words(text, pattern)
@@ -62,7 +62,7 @@ def test_a_cut_changes_no_word(pattern, text, place):
         assert split_words(text[:cut], pattern) + split_words(text[cut:], pattern) == whole
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(text=texts)
 def test_tiktokens_spelling_of_the_patterns_means_the_same(text):
     for spelling, name in _ALSO.items():

@@ -12,7 +12,8 @@ import pytest
 
 from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
 from scratchlm.tokenizer.bytelevel import CHARACTER, from_characters, to_characters
-from scratchlm.tokenizer.hf_json import from_json, to_json
+from scratchlm.tokenizer.hf_json import from_json
+from scratchlm.tokenizer.hf_json_writing import to_json
 from tokenizer.texts import PROSE, SPECIALS, prose_tokenizer
 
 
@@ -89,6 +90,7 @@ REFUSED = [
     (["added_tokens", 0, "single_word"], True, "single_word"),
     (["added_tokens", 0, "id"], 5, "another token has"),
     (["added_tokens", 0, "id"], None, "integer"),
+    (["added_tokens", 0, "id"], 4200, "where the next is 415"),
     (["added_tokens", 0, "content"], "", "content must be a string"),
     (["added_tokens", 1, "content"], SPECIALS[0], "twice"),
     (["added_tokens", 0, "special"], 1, "special must be true or false"),

@@ -173,7 +173,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> Path:
         """Write `tokenizer.json` into a directory, whole or not at all; return its path."""
         from scratchlm.tokenizer.files import write_tokenizer_json
-        from scratchlm.tokenizer.hf_json import to_json
+        from scratchlm.tokenizer.hf_json_writing import to_json
 
         return write_tokenizer_json(directory, to_json(self))
 
