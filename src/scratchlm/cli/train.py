@@ -129,16 +129,14 @@ def _train(
             "new one"
         )
     machine = look_at_machine(where)
-    with watch_signals() as stop:
-        plan = _continued(wish) if begun else make_plan(wish, machine, _say)
-        if stop():
-            return stop.exit_status
-        settings = plan.train.resolved(where.type)
-        console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
-        watchers: tuple[Watcher, ...] = (console,)
-        if tensorboard:
-            watchers += (TensorBoard(wish.out / "tensorboard"),)
-        sample, bytes_per_id = _text_tools(plan, prompt)
+    plan = _continued(wish) if begun else make_plan(wish, machine, _say)
+    settings = plan.train.resolved(where.type)
+    console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
+    watchers: tuple[Watcher, ...] = (console,)
+    if tensorboard:
+        watchers += (TensorBoard(wish.out / "tensorboard"),)
+    sample, bytes_per_id = _text_tools(plan, prompt)
+    with watch_signals(console.stop_notice) as stop:
         with console:
             outcome = run_plan(
                 wish.out,
@@ -155,10 +153,9 @@ def _train(
                 matmul_rate=machine.matmul_rate,
             )
         if outcome.ended == "interrupted":
-            _say(
-                f"stopped at step {outcome.reached.step:,} and saved; "
-                f"`scratchlm train --resume --out {wish.out}` goes on"
-            )
+            step = outcome.reached.step
+            where_now = f"at step {step:,} and saved" if step else "before the first step"
+            _say(f"stopped {where_now}; `scratchlm train --resume --out {wish.out}` goes on")
             return stop.exit_status
     best = outcome.reached.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"

@@ -41,6 +41,12 @@ class TrainingConsole(Watcher):
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
+    @property
+    def stop_notice(self) -> str:
+        """What to say when a signal asks for a stop; the bar may have hidden the cursor."""
+        show_cursor = "\x1b[?25h" if self.live else ""
+        return f"{show_cursor}\nstopping after this step; Ctrl-C again ends at once\n"
+
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         self.console.print(text, markup=False, soft_wrap=True)

@@ -13,7 +13,12 @@ from scratchlm.accounting import Setup, count_parameters, memory, training_flops
 from scratchlm.config import ModelConfig
 from scratchlm.training.settings import TrainConfig
 
-WIDTHS = (*range(32, 512, 32), *range(512, 2_048, 64), *range(2_048, 8_193, 256))
+WIDTHS = (
+    *range(16, 128, 16),
+    *range(128, 512, 32),
+    *range(512, 2_048, 64),
+    *range(2_048, 8_193, 256),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def choose_model(
         return model_of_size(params, vocab_size, context)
     flops = machine.budget_seconds * machine.matmul_rate * machine.utilisation
     chosen = _plain(vocab_size, context, 64, 2)
-    for d_model in WIDTHS[2:]:
+    for d_model in (width for width in WIDTHS if width > 64 and width % 32 == 0):
         config = _plain(vocab_size, context, d_model, max(2, round(d_model / 48)))
         inside = count_parameters(config).non_embedding - vocab_size * d_model
         cost = float(training_flops_per_token(config, context)) * 6 * inside
@@ -82,10 +87,10 @@ def model_of_size(params: int, vocab_size: int, context_length: int) -> ModelCon
     for d_model in WIDTHS:
         for num_layers in _depths(d_model):
             config = _plain(vocab_size, context_length, d_model, num_layers)
-            off = abs(math.log(count_parameters(config).unique / params))
-            if best is None or off < best[0]:
-                best = off, config
-        if off > 2 and best is not None and best[0] < 0.3:
+            ratio = count_parameters(config).unique / params
+            if best is None or abs(math.log(ratio)) < best[0]:
+                best = abs(math.log(ratio)), config
+        if ratio > 4:
             break  # everything wider is larger still
     assert best is not None
     if best[0] > 0.5:
@@ -98,7 +103,7 @@ def model_of_size(params: int, vocab_size: int, context_length: int) -> ModelCon
 
 
 def _plain(vocab_size: int, context_length: int, d_model: int, num_layers: int) -> ModelConfig:
-    d_head = 64 if d_model >= 512 and d_model % 64 == 0 else 32
+    d_head = 64 if d_model >= 512 else math.gcd(d_model, 32)
     return ModelConfig(vocab_size, context_length, d_model, num_layers, d_model // d_head)
 
 

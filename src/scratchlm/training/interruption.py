@@ -8,6 +8,7 @@ kill would: nothing that was saved.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -34,8 +35,11 @@ class Interruption:
 
 
 @contextlib.contextmanager
-def watch_signals() -> Iterator[Interruption]:
-    """Catch the first SIGINT or SIGTERM; outside the main thread, catch nothing."""
+def watch_signals(notice: str = "") -> Iterator[Interruption]:
+    """Catch the first SIGINT or SIGTERM, and say `notice` on stderr at once.
+
+    Outside the main thread nothing is caught.
+    """
     asked = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -45,6 +49,8 @@ def watch_signals() -> Iterator[Interruption]:
         asked.signal = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            os.write(2, notice.encode())  # print is not safe in the middle of another print
 
     before = {each: signal.signal(each, handle) for each in SIGNALS}
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def run_plan(
                 "another --out begins a new one"
             )
         settings = plan.train.resolved(device.type)
+        stack.enter_context(deterministic_kernels(settings.deterministic))
         files = _open(plan, stack)
         data = _batches(plan, settings.batch_size, files, device, bytes_per_id)
         learner = Learner(build_model(plan.model, settings.seed, device, ops), settings)
@@ -90,6 +92,24 @@ def run_plan(
             should_stop=should_stop,
         )
         return Outcome(ended, run.reached, learner)
+
+
+@contextlib.contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Let torch use only kernels that repeat to the last bit; on a GPU some are slower.
+
+    Without it a GPU run resumes from the same state, but two runs may differ in the last bits.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _open(plan: Plan, stack: contextlib.ExitStack) -> dict[str, TokenFile]:

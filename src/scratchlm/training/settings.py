@@ -53,6 +53,7 @@ class TrainConfig:
     precision: str | None = None  # None: bf16-mixed on a GPU, fp32 elsewhere
     compile: str = "off"
     checkpointing: str = "none"
+    deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
     eval_batches: int = 0  # of the held-out data; 0: all of it
@@ -72,7 +73,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value not in choices and not (value is None and name == "precision"):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-        for name in ("fast_optimizer", "document_mask"):
+        for name in ("fast_optimizer", "document_mask", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:

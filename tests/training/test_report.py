@@ -1,0 +1,91 @@
+"""The report says what the log says, and needs nothing but itself."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from scratchlm.errors import ScratchLMError
+from scratchlm.training import DataFiles, Plan, Section, read_metrics, run_plan, write_report
+from scratchlm.training.plots import Curves, draw_run
+from scratchlm.training.report import duration
+from training.tiny import MODEL, SETTINGS, write_data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("report")
+    data = write_data(directory / "data")
+    plan = Plan(MODEL, SETTINGS, DataFiles(data / "train.bin", data / "val.bin"))
+    run_plan(
+        directory / "run",
+        plan,
+        sample=lambda model, step: [f"<b>step</b> & {step}"],
+        matmul_rate=1e9,
+    )
+    return directory / "run"
+
+
+def test_a_report_holds_figures_picture_samples_accounting_and_config(run):
+    page = write_report(run, floor=0.69, sections=[Section("A & B", "<p id='mine'>own</p>")])
+    text = page.read_text()
+    best = min(line["val_loss"] for line in read_metrics(run) if "val_loss" in line)
+    assert f"<b>{best:.4f}</b><span>best held-out loss</span>" in text
+    assert f"<b>{best / 0.69 - 1:+.2%}</b><span>above the entropy floor</span>" in text
+    assert "MFU (full)" in text
+    assert "A &amp; B" in text
+    assert "<p id='mine'>own</p>" in text
+    assert "&lt;b&gt;step&lt;/b&gt; &amp; 60" in text  # what a model writes is not markup
+    parameters = re.search(r"<td>parameters</td><td>([\d,]+)</td><td>([\d,]+)</td>", text)
+    assert parameters[1] == parameters[2]
+    assert "eval_every = 10" in text
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert (run / "loss.png").stat().st_size > 10_000
+
+
+def test_an_unfinished_run_can_be_reported_and_an_empty_one_cannot(run, tmp_path):
+    with pytest.raises(ScratchLMError, match=r"no config\.toml there"):
+        write_report(tmp_path)
+    (tmp_path / "config.toml").write_text((run / "config.toml").read_text())
+    with pytest.raises(ScratchLMError, match=r"no metrics\.jsonl there"):
+        write_report(tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text(lines[0])
+    with pytest.raises(ScratchLMError, match="nothing to report"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:4]))
+    assert "no checkpoint" in write_report(tmp_path).read_text()
+
+
+def test_one_step_and_no_evaluation_can_be_drawn(run):
+    records = [line for line in read_metrics(run) if "loss" in line][:1]
+    assert draw_run(records).startswith(b"\x89PNG")
+    curves = Curves.of(records)
+    assert curves.smooth_loss() == curves.loss
+
+
+def test_smoothing_keeps_a_constant():
+    curves = Curves(list(range(500)), [2.5] * 500, [], [], [], [])
+    assert curves.smooth_loss() == pytest.approx([2.5] * 500)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.14, "3.1 s"), (245, "4:05 min"), (10_930, "3:02:10 h")]
+)
+def test_durations_are_said_as_people_do(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_deterministic_kernels_are_asked_for_and_given_back(tmp_path):
+    import torch
+
+    data = write_data(tmp_path / "data")
+    settings = replace(SETTINGS, steps=2, deterministic=True)
+    seen = []
+    run_plan(
+        tmp_path / "run",
+        Plan(MODEL, settings, DataFiles(data / "train.bin")),
+        on_begin=lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()),
+    )
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
