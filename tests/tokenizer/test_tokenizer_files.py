@@ -58,13 +58,13 @@ REFUSED = [
     (["model", "continuing_subword_prefix"], "##", "continuing_subword_prefix"),
     (["model", "ignore_merges"], "yes", "ignore_merges"),
     (["model", "vocab"], [], "vocab must be a table"),
-    (["model", "vocab", "a"], ..., "0x61"),
+    (["model", "vocab", "a"], ..., "where the next is 414"),
     (["model", "vocab", "a"], "97", "integer"),
     (["model", "vocab", "a"], True, "integer"),
     (["model", "vocab", "a"], 98, "id 98 is given to both"),
     (["model", "vocab", "a"], 10**12, "from 0 to"),
     (["model", "vocab", "a"], -1, "from 0 to"),
-    (["model", "vocab", "\u4e2d"], 999, "stands for no byte"),
+    (["model", "vocab", "\u4e2d"], 999, "where the next is 416"),
     (["model", "merges"], None, "merges must be a list"),
     (["model", "merges", 3], "Ġthe", "merge 3 must be two tokens"),
     (["model", "merges", 3], ["x", "y", "z"], "merge 3 must be two tokens"),
@@ -108,6 +108,20 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, path, value, message
         load_tokenizer(file)
     assert "\n" not in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(("token", "message"), [("a", "0x61"), ("中", "stands for no byte")])
+def test_a_vocabulary_without_special_tokens_is_checked_too(token, message):
+    data = good()
+    data["added_tokens"] = []
+    data["post_processor"] = None
+    vocab = data["model"]["vocab"]
+    if token in vocab:
+        del vocab[token]
+    else:
+        vocab[token] = len(vocab)
+    with pytest.raises(ValueError, match=message):
+        from_json(data)
 
 
 def test_a_normalized_added_token_beside_a_normalizer_is_refused():
