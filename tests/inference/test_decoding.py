@@ -60,11 +60,13 @@ def test_the_same_prompt_with_other_seeds_gives_other_texts():
     assert again == results
 
 
-def test_rows_that_end_early_leave_the_others_as_they_were():
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.5)])
+def test_rows_that_end_early_leave_the_others_as_they_were(sampling):
     model = tiny_model()
-    free = generate(model, ROWS, max_new_tokens=20, seed=5)
+    options = {"max_new_tokens": 20, "seed": 5, "sampling": sampling}
+    free = generate(model, ROWS, **options)
     end = free[1].token_ids[4]
-    ended = generate(model, ROWS, max_new_tokens=20, seed=5, eos_ids=[end])
+    ended = generate(model, ROWS, eos_ids=[end], **options)
     for whole, cut in zip(free, ended, strict=True):
         if end in whole.token_ids:
             stop = whole.token_ids.index(end) + 1

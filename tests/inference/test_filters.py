@@ -73,6 +73,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p):
     assert kept(filters.top_p(logits, p)) == [naive_top_p(row, p) for row in logits.tolist()]
 
 
+def test_top_p_stops_where_the_mass_is_reached_exactly():
+    logits = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64).log2() * math.log(2)
+    assert kept(filters.top_p(logits, 0.5)) == [{1}]
+    assert kept(filters.top_p(logits, 0.75)) == [{0, 1}]
+
+
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.3, 1.0])
 def test_min_p_keeps_what_is_near_the_best(p):
     logits = random_logits()

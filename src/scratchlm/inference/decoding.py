@@ -180,9 +180,7 @@ class _Reader:
     def keep(self, going: list[int]) -> None:
         """Forget the rows that have ended."""
         if self.cache is not None and self.starts is not None:
-            kept = self.cache.lengths[going]
             self.cache.select_rows(torch.tensor(going, device=self.cache.keys.device))
-            self.cache.length = int(kept.max())  # the longest row may be among those gone
             self.starts = [self.starts[i] for i in going]
 
 

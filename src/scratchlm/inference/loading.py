@@ -97,11 +97,8 @@ def _load_hf(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Lo
 
 def _empty_model(config: ModelConfig, device: Any, dtype: torch.dtype, ops: Any) -> TransformerLM:
     """Build a model whose weights have memory but no values; drawing them would be in vain."""
-    model = TransformerLM(config, ops, device="meta", dtype=dtype).to_empty(device=device)
-    if model.rope is not None:
-        # All layers share it, so `to_empty` has passed it once for each, and emptied it again.
-        model.rope.to("meta").to_empty(device=device)
-    return model.eval().requires_grad_(False)
+    model = TransformerLM(config, ops, device="meta", dtype=dtype)
+    return model.to_empty(device=device).eval().requires_grad_(False)
 
 
 @torch.no_grad()
