@@ -1,7 +1,6 @@
 """`scratchlm train`, `evaluate` and `compare` as a person uses them."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -297,25 +296,46 @@ def test_evaluate_and_compare_refuse_what_they_cannot_use(cli, tmp_path):
         assert len(err.splitlines()) == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_is_one_line_and_the_old_checkpoint_stays_whole(cli, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
-        data = write_data(tmp_path / "data")
-        code, _, err = cli(
-            "train", data, "--out", disk / "run", "--steps", 60, *SMALL, "train.save_every=10",
-            "train.eval_every=10", "train.keep_last=50",
-        )  # fmt: skip
-        assert code == 2
-        assert "No space left on device" in err.splitlines()[-1]
-        found = find_checkpoints(disk / "run")
-        assert found
-        for path in found:
-            verify_checkpoint(path)
-        assert not list((disk / "run" / "checkpoints").glob(".*"))
-    finally:
+@pytest.fixture
+def make_disk(tmp_path):
+    """Make a real file system of a given size, where this user may mount one."""
+    made = []
+
+    def make(size):
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("no small disk can be mounted here")
+        made.append(disk)
+        return disk
+
+    yield make
+    for disk in made:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_the_old_checkpoint_stays_whole(cli, tmp_path, make_disk):
+    data, run = write_data(tmp_path / "data"), make_disk("160k") / "run"
+    code, _, err = cli(
+        "train", data, "--out", run, "--steps", 60, *SMALL, "train.save_every=10",
+        "train.eval_every=10", "train.keep_last=50",
+    )  # fmt: skip
+    assert code == 2
+    assert "No space left on device" in err.splitlines()[-1]
+    found = find_checkpoints(run)
+    assert found
+    for path in found:
+        verify_checkpoint(path)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_read_only_disk_is_one_line(cli, tmp_path, make_disk):
+    data, disk = write_data(tmp_path / "data"), make_disk("4m")
+    run = disk / "run"
+    assert cli("train", data, "--out", run, "--steps", 2, *SMALL)[0] == 0
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    code, _, err = cli("train", "--resume", "--out", run, "--steps", 4)
+    assert code == 2
+    assert err.splitlines()[-1] == f"error: {run}/.lock: Read-only file system"
+    verify_checkpoint(find_checkpoints(run)[-1])
