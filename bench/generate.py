@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -189,7 +190,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     body = compare(options.rounds) + "\n\n" + growth(options.rounds)
     body += "\n\nGreedy, float32, batch = the number of prompts (left-padded for transformers), "
-    body += f"threads: {options.threads}, prefill included, {options.rounds} alternating rounds."
+    body += f"threads: {options.threads}, prefill included, {options.rounds} alternating rounds. "
+    body += f"Load average at the end: {os.getloadavg()[0]:.1f} (rerun where it exceeds the cores)."
     print(body)
     write_section(
         "Generation on the CPU",
