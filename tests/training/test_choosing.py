@@ -10,7 +10,7 @@ from scratchlm.accounting import Setup, count_parameters, memory
 from scratchlm.config import preset
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import DataFiles, Plan, TrainConfig, read_plan, watch_signals, write_plan
-from scratchlm.training.ablations import ABLATIONS, ablate
+from scratchlm.training.ablations import ABLATIONS, ablate, is_ablated
 from scratchlm.training.choosing import (
     Machine,
     choose_model,
@@ -68,6 +68,8 @@ def test_every_ablation_changes_the_model_and_none_twice():
     for name in ABLATIONS:
         changed = ablate(base, name)
         assert changed != base
+        assert is_ablated(changed, name)
+        assert not is_ablated(base, name)
         with pytest.raises(ValueError, match=r"(changes nothing|takes a SwiGLU apart)"):
             ablate(changed, name)
     counts = [count_parameters(model).unique for model in (base, ablate(base, "silu"))]

@@ -229,13 +229,19 @@ def test_ids_outside_the_vocabulary_and_changed_files_are_refused_at_the_start(c
 def test_a_run_goes_on_only_as_it_was_begun(cli, tmp_path):
     data = write_data(tmp_path / "data")
     run = tmp_path / "run"
-    assert cli("train", data, "--out", run, "--steps", 4, *SMALL)[0] == 0
+    begin = ("train", data, "--out", run, "--steps", 4, *SMALL, "train.lr=0.004")
+    assert cli(*begin)[0] == 0
     code, _, err = cli("train", "--resume", "--out", run, "train.lr=1.0")
     assert code == 2
     assert "train.lr cannot change in a run that was begun" in err
     code, _, err = cli("train", "--resume", "--out", run, "--preset", "gpt2")
     assert code == 2
-    assert "--preset cannot change" in err
+    assert "was begun otherwise; it cannot change now" in err
+    code, _, err = cli("train", "--resume", "--out", run, "--ablation", "no-rope")
+    assert code == 2
+    code, _, err = cli(*begin, "--resume")
+    assert code == 0, err
+    assert f"going on with the run's own data, {data}" in err
     code, _, err = cli("train", "--resume", "--out", run, "--steps", 6)
     assert code == 0
     assert "going on from step 4" in err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from scratchlm.training.loop import Sampler
 
 SECTIONS = ("model.", "train.", "data.")
-# What may change between two lives of a run.
-CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 
 
 def register(app: typer.Typer) -> None:
@@ -117,7 +114,7 @@ def _train(
     wish: Wish, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
-    from scratchlm.cli.training_setup import make_plan
+    from scratchlm.cli.training_setup import continue_plan, make_plan
     from scratchlm.errors import ScratchLMError
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
 
@@ -129,7 +126,7 @@ def _train(
             "new one"
         )
     machine = look_at_machine(where)
-    plan = _continued(wish) if begun else make_plan(wish, machine, _say)
+    plan = (continue_plan if begun else make_plan)(wish, machine, _say)
     settings = plan.train.resolved(where.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     watchers: tuple[Watcher, ...] = (console,)
@@ -196,23 +193,6 @@ def look_at_machine(device: torch.device) -> Machine:
     rate = measure_matmul_rate(device, "bf16" if is_gpu else "fp32")
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
     return Machine(rate, is_gpu, memory)
-
-
-def _continued(wish: Wish) -> Plan:
-    """Take up the plan of a run; only what does not touch its past may change."""
-    from scratchlm.training import read_plan
-
-    plan = read_plan(wish.out)
-    asked = [name for name in ("preset", "params", "config", "ablation") if getattr(wish, name)]
-    frozen = [f"{section}.{key}" for section, table in wish.overrides.items() for key in table]
-    frozen = [key for key in frozen if key.removeprefix("train.") not in CHANGEABLE]
-    if asked or frozen:
-        what = f"--{asked[0]}" if asked else frozen[0]
-        raise ValueError(
-            f"{what} cannot change in a run that was begun; --resume takes its config.toml "
-            f"(only {', '.join('train.' + name for name in sorted(CHANGEABLE))} may)"
-        )
-    return replace(plan, train=replace(plan.train, **wish.overrides.get("train", {})))
 
 
 def _announce(plan: Plan, learner: Any, step: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from scratchlm.config import ModelConfig, from_dict, load_config, preset, to_dic
 from scratchlm.data.sources import Source, find_sources
 from scratchlm.data.token_file import read_sidecar, token_paths
 from scratchlm.errors import ScratchLMError
-from scratchlm.training.ablations import ablate
+from scratchlm.training.ablations import ablate, is_ablated
 from scratchlm.training.choosing import (
     Machine,
     choose_model,
@@ -22,13 +22,15 @@ from scratchlm.training.choosing import (
     choose_vocab_size,
     fit_in_memory,
 )
-from scratchlm.training.plan import DataFiles, Plan
+from scratchlm.training.plan import DataFiles, Plan, read_plan
 from scratchlm.training.settings import TrainConfig, merge, parse_count
 
 if TYPE_CHECKING:
     from scratchlm.tokenizer import CharTokenizer, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+# What may change between two lives of a run.
+CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -65,6 +67,36 @@ def make_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
         whole = TrainConfig.from_dict({**settings.to_dict(), "micro_batch_size": None})
         settings = fit_in_memory(model, whole, machine)
     return Plan(model, settings, files)
+
+
+def continue_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
+    """Take up the plan of a run; what is asked for anew must agree with it, or not touch its past.
+
+    So the command that began a run goes on with it when `--resume` is added.
+    """
+    plan, tables = read_plan(wish.out), _config_tables(wish)
+    if wish.data:
+        say(f"going on with the run's own data, {plan.data.train.parent}")
+    table = tables.get("model", {})
+    if wish.preset or wish.params or wish.ablation or table:
+        if wish.preset or wish.params or "num_layers" in table:
+            info = read_sidecar(plan.data.train)
+            asked = _model(wish, table, info.count, info.vocab_size, machine)
+        else:
+            asked = change_model(plan.model, table)
+            if wish.ablation and not is_ablated(plan.model, wish.ablation):
+                asked = ablate(asked, wish.ablation)
+        if asked != plan.model:
+            raise ValueError(f"the model of {wish.out} was begun otherwise; it cannot change now")
+    changes = tables.get("train", {})
+    settings = TrainConfig.from_dict({**plan.train.to_dict(), **changes})
+    for name in changes.keys() - CHANGEABLE:
+        if getattr(settings, name) != getattr(plan.train, name):
+            raise ValueError(
+                f"train.{name} cannot change in a run that was begun "
+                f"(only {', '.join(sorted(CHANGEABLE))} may); it is {getattr(plan.train, name)!r}"
+            )
+    return replace(plan, train=settings)
 
 
 def _config_tables(wish: Wish) -> dict[str, Any]:

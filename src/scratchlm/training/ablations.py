@@ -23,6 +23,13 @@ ABLATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 }
 
 
+def is_ablated(config: ModelConfig, name: str) -> bool:
+    """Say whether a model has had this one thing changed."""
+    if name == "silu":
+        return isinstance(config.ffn, MLP) and config.ffn.activation == "silu"
+    return name in ABLATIONS and ABLATIONS[name](config) == config
+
+
 def ablate(config: ModelConfig, name: str) -> ModelConfig:
     """Change the one thing an ablation is about."""
     if name not in ABLATIONS:
