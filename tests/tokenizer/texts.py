@@ -17,7 +17,8 @@ ASCII_AWKWARD = "".join(c for c in AWKWARD if c.isascii())
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 awkward_text = st.text(st.sampled_from(AWKWARD), max_size=40)
 ascii_text = st.text(st.sampled_from(ASCII_AWKWARD), max_size=40)
-texts = st.one_of(awkward_text, ascii_text, any_text)
+spaced_text = st.text(st.sampled_from("   \n\r\ta.'1\u3000"), max_size=30)
+texts = st.one_of(awkward_text, ascii_text, spaced_text, any_text)
 
 SPECIALS = ["<|endoftext|>", "<|endoftext|><|endoftext|>", "<s>", "<s >", "élan vital"]
 
