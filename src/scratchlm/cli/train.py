@@ -30,7 +30,7 @@ def train(
         typer.Argument(
             help="Text files or folders, a folder made by `prepare`, or a token file; then "
             "changes to the config, such as model.d_model=256 or train.lr=1e-3.",
-            metavar="DATA... [KEY=VALUE]...",
+            metavar="DATA [KEY=VALUE]",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def train(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with [model], [train] and [data] tables, or some of them."),
+        typer.Option(help="A TOML file with the tables model, train and data, or some of them."),
     ] = None,
     ablation: Annotated[
         str | None,
