@@ -66,6 +66,14 @@ def test_a_hugging_face_directory_gives_its_logits_and_its_end_tokens(tmp_path):
     assert loaded.eos_ids == (7, 9)
 
 
+def test_an_imported_model_keeps_its_end_tokens(tmp_path):
+    model = tiny_model()
+    metadata = {"eos_token_ids": [7, 9]}
+    state = model.state_dict()
+    path = write_checkpoint(tmp_path / "in", model=state, config=model.config, metadata=metadata)
+    assert load_model(path).eos_ids == (7, 9)
+
+
 def test_the_dtype_is_the_stored_one_unless_another_is_asked_for(tmp_path):
     hf_model("llama 2", torch.bfloat16).save_pretrained(tmp_path)
     assert load_model(tmp_path).model.lm_head.weight.dtype == torch.bfloat16

@@ -83,7 +83,9 @@ def _load_ours(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> 
     model = _empty_model(config, device, dtype or first[1].dtype, ops)
     _fill(model.state_dict(), chain([first], stored), path / checkpoint.MODEL)
     tokenizer, problem = _tokenizer_in(path)
-    return Loaded(model, tokenizer, config, path, default_eos_ids(tokenizer), problem)
+    imported = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
+    eos_ids = tuple(imported or default_eos_ids(tokenizer))
+    return Loaded(model, tokenizer, config, path, eos_ids, problem)
 
 
 def _load_hf(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Loaded:
