@@ -133,5 +133,5 @@ def _show(world: World) -> int:
         sections=html_sections(world, stock, comparisons, stories),
     )
     print_verdict(console, world, stock)
-    console.print(f"report  {report}", soft_wrap=True)
+    console.print(f"report  {report}", markup=False, soft_wrap=True)
     return 0 if stock.holds else 1

@@ -9,19 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scratchlm.checkpoint import find_checkpoints, step_of
+from scratchlm.cli.demo import SENTENCES, STEPS
 from scratchlm.config import preset
 from scratchlm.data import TokenFile, prepare
 from scratchlm.data.stories import END, Entropy, StorySource, to_text, to_words
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from scratchlm.training import DataFiles, Plan, TrainConfig, has_run, hold_run, read_plan
-from scratchlm.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from scratchlm.cli.demo.trial import Forecast
 
 VOCAB_SIZE = 1_024  # more than these stories need: every word becomes one token
 VAL_FRACTION = 0.05
+
+SOURCE = StorySource()  # it keeps what it has worked out
 
 Say = Callable[[str], None]
 
@@ -36,11 +39,11 @@ class Wanted:
     sentences: int
 
     def command(self) -> str:
-        """Write what was asked as a command."""
-        return (
-            f"scratchlm demo --out {self.out} --seed {self.seed} --steps {self.steps} "
-            f"--sentences {self.sentences}"
-        )
+        """Write what was asked as a command; what stands at its default is left out."""
+        usual = {"seed": 0, "steps": STEPS, "sentences": SENTENCES}
+        given = {name: getattr(self, name) for name in usual}
+        changed = [f" --{name} {given[name]}" for name in usual if given[name] != usual[name]]
+        return f"scratchlm demo --out {self.out}" + "".join(changed)
 
     def settings(self) -> TrainConfig:
         """Return how the model is trained."""
@@ -54,7 +57,7 @@ class Wanted:
             rows="documents",
             ema=min(0.99, 1 - 10 / max(11, self.steps)),
             precision="fp32",
-            eval_every=max(1, self.steps // 10),
+            eval_every=max(5, self.steps // 10),
         )
 
 
@@ -75,7 +78,7 @@ class World:
 
     def say_start(self, step: int) -> str:
         """Say whether a run begins, goes on, or is over."""
-        if self.finished:
+        if step >= self.plan.train.steps:
             return f"trained already; {self.out} is shown as it is (--fresh starts clean)"
         if self.begun:
             return f"going on with the demo in {self.out} from step {step:,}"
@@ -84,19 +87,18 @@ class World:
 
 def make_world(wanted: Wanted, say: Say) -> World:
     """Write corpus, tokenizer and token files, or take up those of a demo that was begun."""
-    source = StorySource()
     begun = has_run(wanted.out)
     if begun:
         plan = _continued(wanted)
     else:
-        plan = _from_scratch(wanted, source, say)
+        plan = _from_scratch(wanted, say)
     assert plan.data.tokenizer is not None
     assert plan.data.val is not None
     tokenizer = load_tokenizer(plan.data.tokenizer)
     assert isinstance(tokenizer, Tokenizer)
     held_out = read_stories(plan.data.val, tokenizer)
-    floor = floor_of(source, tokenizer, held_out)
-    entropy = source.entropy(lambda text: len(tokenizer.encode(text)))
+    floor = floor_of(SOURCE, tokenizer, held_out)
+    entropy = SOURCE.entropy(lambda text: len(tokenizer.encode(text)))
     say(
         f"entropy of the source: {entropy.nats:.2f} nats in a story of {entropy.tokens:.1f} tokens:"
         f" {entropy.per_token:.4f} a token"
@@ -105,16 +107,16 @@ def make_world(wanted: Wanted, say: Say) -> World:
         f"the floor: on the {len(held_out):,} held-out stories the truth itself scores {floor:.4f};"
         " no model can expect to do better"
     )
-    reached = _last_step(wanted.out) if begun else 0
-    finished = reached >= plan.train.steps
-    return World(wanted.out, source, tokenizer, plan, entropy, floor, held_out, begun, finished)
+    saved = max(map(step_of, find_checkpoints(wanted.out)), default=0)
+    finished = saved >= plan.train.steps
+    return World(wanted.out, SOURCE, tokenizer, plan, entropy, floor, held_out, begun, finished)
 
 
-def _from_scratch(wanted: Wanted, source: StorySource, say: Say) -> Plan:
+def _from_scratch(wanted: Wanted, say: Say) -> Plan:
     folder = wanted.out / "data"
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.txt"
-    stories = source.stories(wanted.seed, wanted.sentences)
+    stories = SOURCE.stories(wanted.seed, wanted.sentences)
     corpus.write_text("".join(map(to_text, stories)), encoding="utf-8")
     sentences = sum(story.count(".") for story in stories)
     say(f"wrote {len(stories):,} stories, {sentences:,} sentences: {corpus}")
@@ -163,13 +165,6 @@ def _another(wanted: Wanted, name: str, then: object, now: object) -> str:
         f"{wanted.out} holds a demo with --{name} {then}; got {now}: "
         "--fresh starts clean, another --out keeps both"
     )
-
-
-def _last_step(out: Path) -> int:
-    try:
-        return max((record["step"] for record in read_metrics(out) if "loss" in record), default=0)
-    except ScratchLMError:
-        return 0
 
 
 def begin_afresh(out: Path) -> None:

@@ -22,12 +22,12 @@ ONE, MANY = (
 )
 
 _VARIABLES = {
-    "pet": Variable({"cat": 0.50, "dog": 0.30, "hen": 0.20}),
+    "pet": Variable({"cat": 0.45, "dog": 0.35, "hen": 0.20}),
     "seat": Variable(
         depends_on="pet",
         laws={
             "cat": {"mat": 0.85, "chair": 0.10, "floor": 0.05},
-            "dog": {"floor": 0.50, "mat": 0.30, "porch": 0.20},
+            "dog": {"floor": 0.75, "mat": 0.15, "porch": 0.10},
             "hen": {"fence": 0.70, "roof": 0.20, "chair": 0.10},
         },
     ),
@@ -70,7 +70,7 @@ _HOME = "The $pet sat on the $seat . @sign:mood @arrival @lost @search @end"
 _SPOT = "$thing.They $thing.was ~near the $spot ."
 
 _SENTENCES: dict[str, Law] = {
-    "story": {"@home": 0.45, "@errand": 0.35, "@game": 0.20},
+    "story": {"@home": 0.60, "@errand": 0.25, "@game": 0.15},
     # At home: a pet, whose mood shows, and a thing that is lost and found.
     "home": {_HOME: 1.0},
     "sign:playful": {
@@ -93,8 +93,8 @@ _SENTENCES: dict[str, Law] = {
         "$who.She had lost $who.her ~size $thing .": 0.40,
     },
     "search": {
-        "@look , and there $thing.they $thing.was .": 0.40,
-        "@look , but $thing.they $thing.was not there . @help:mood": 0.60,
+        "@look , and there $thing.they $thing.was .": 0.25,
+        "@look , but $thing.they $thing.was not there . @help:mood": 0.75,
     },
     "look": {"$who.She looked ~around the $seat": 1.0},
     "help:playful": {
@@ -116,8 +116,8 @@ _SENTENCES: dict[str, Law] = {
         "On a ~weather ~day": 0.25,
     },
     "talk": {
-        "$friend was ~glad .": 0.50,
-        "$friend had a ~kind $pet . The $pet sat on the $seat and saw the $thing .": 0.30,
+        "$friend was ~glad .": 0.40,
+        "$friend had a ~kind $pet . The $pet sat on the $seat and saw the $thing .": 0.40,
         "$who.She talked to $friend.him ~slowly .": 0.20,
     },
     "pass": {
