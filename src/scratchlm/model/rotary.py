@@ -122,6 +122,12 @@ class RotaryEmbedding(nn.Module):
         self._build(device)
 
     def _build(self, device: torch.device | str | None) -> None:
+        if device is not None and torch.device(device).type == "meta":
+            # No values: and arithmetic on meta tensors costs seconds of imports, the first time.
+            unfilled = torch.empty(self.max_seq_len, self.d_k // 2, device=device)
+            self.register_buffer("cos", unfilled, persistent=False)
+            self.register_buffer("sin", unfilled.clone(), persistent=False)
+            return
         frequency = rotary_frequencies(self.d_k, self.theta, self.scaling, device)
         position = torch.arange(self.max_seq_len, device=device, dtype=torch.float32)
         angle = torch.outer(position, frequency)  # (max_seq_len, half)
