@@ -6,18 +6,21 @@
   words keep coming.
 Ours and the peers run in turn, `--repeat` times; the figure is the median, the ratio the median of
 the ratios within a turn. Encoding starts from a new tokenizer each time (nothing in its cache), and
-is timed by the processor's clock: it runs on one core, and a busy machine should not decide.
+is timed by both clocks: it runs on one core, so the processor's is the one a busy machine disturbs
+less.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiktoken
@@ -58,22 +61,32 @@ def varied(text: str) -> str:
     return "".join(copies)
 
 
-def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    start = clock()
-    work()
-    return clock() - start
+@dataclass
+class Times:
+    """What one job took, turn by turn, by both clocks."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Time one turn."""
+        wall, processor = time.perf_counter(), time.process_time()
+        work()
+        self.wall.append(time.perf_counter() - wall)
+        self.processor.append(time.process_time() - processor)
 
 
-def compare(
-    jobs: dict[str, Callable[[], object]],
-    repeat: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+def ratio(theirs: list[float], ours: list[float]) -> str:
+    """Say how many times as long theirs took: the median of the turns."""
+    return f"{statistics.median(a / b for a, b in zip(theirs, ours, strict=True)):.2f}×"
+
+
+def compare(jobs: dict[str, Callable[[], object]], repeat: int) -> dict[str, Times]:
     """Time jobs in turn, so that a busy machine is busy for all of them."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
+    times = {name: Times() for name in jobs}
     for _ in range(repeat):
         for name, job in jobs.items():
-            times[name].append(timed(job, clock))
+            times[name].add(job)
     return times
 
 
@@ -95,13 +108,9 @@ def measure_training(corpora: dict[str, str], repeat: int) -> list[list[str]]:
                 "ours": lambda path=path: train_bpe(path, VOCAB, [SPECIAL]),
             }
             times = compare(jobs, repeat)
-        ratio = statistics.median(
-            b / a for a, b in zip(times["ours"], times["theirs"], strict=True)
-        )
-        seconds = {who: statistics.median(each) for who, each in times.items()}
-        rows.append(
-            [name, f"{seconds['theirs']:.2f} s", f"{seconds['ours']:.2f} s", f"{ratio:.2f}×"]
-        )
+        theirs, ours = times["theirs"].wall, times["ours"].wall
+        seconds = [f"{statistics.median(each):.2f} s" for each in (theirs, ours)]
+        rows.append([name, *seconds, ratio(theirs, ours)])
     return rows
 
 
@@ -132,22 +141,20 @@ def measure_encoding(corpora: dict[str, str], repeat: int) -> list[list[str]]:
                         "warm": lambda warm=warm, text=text: warm.encode_array(text),
                     },
                     repeat,
-                    time.process_time,
                 )
-                speed = {who: megabytes / statistics.median(each) for who, each in times.items()}
                 part = text[: len(text) // 10]
-                slow = timed(lambda hf=hf, part=part: hf.encode(part), time.process_time)
-                ratio = statistics.median(
-                    b / a for a, b in zip(times["ours"], times["tiktoken"], strict=True)
-                )
+                hf_times = compare({"hf": lambda hf=hf, part=part: hf.encode(part)}, 1)["hf"]
+                speeds = [
+                    megabytes / statistics.median(times[who].processor)
+                    for who in ("tiktoken", "ours", "warm")
+                ]
+                tik_times, our_times = times["tiktoken"], times["ours"]
                 rows.append(
                     [
                         f"{name}, {pattern}",
-                        f"{megabytes / 10 / slow:.1f}",
-                        f"{speed['tiktoken']:.1f}",
-                        f"{speed['ours']:.1f}",
-                        f"{speed['warm']:.1f}",
-                        f"{ratio:.2f}×",
+                        *(f"{s:.1f}" for s in (megabytes / 10 / hf_times.processor[0], *speeds)),
+                        ratio(tik_times.processor, our_times.processor),
+                        ratio(tik_times.wall, our_times.wall),
                     ]
                 )
     return rows
@@ -161,6 +168,7 @@ def main() -> None:
     text = arguments.text.read_text(encoding="utf-8")
     corpora = {"plain": plain(text), "varied": varied(text)}
     words = {name: len(set(re.findall(r"\w+", corpus))) for name, corpus in corpora.items()}
+    load = os.getloadavg()[0]
     training = measure_training(corpora, arguments.repeat)
     encoding = measure_encoding(corpora, arguments.repeat)
     sizes = ", ".join(
@@ -170,13 +178,22 @@ def main() -> None:
     body = "\n\n".join(
         [
             f"{arguments.text.name} grown to {sizes}. Median of {arguments.repeat} turns; ratio: "
-            "peer's time over ours, the median of the turns.",
+            f"peer's time over ours, the median of the turns. Load of the machine at the "
+            f"start: {load:.1f}.",
             f"Training to {VOCAB} tokens (wall time; HF and ours on all cores):",
             table(["text", "HF tokenizers", "ours", "ratio"], training),
             "Encoding (MB per second of processor time, all on one core; HF on the first tenth; "
             "ours as a list, from an empty cache; `encode_array` with a full one):",
             table(
-                ["text, pattern", "HF", "tiktoken", "ours", "ours, array, warm", "ours : tiktoken"],
+                [
+                    "text, pattern",
+                    "HF",
+                    "tiktoken",
+                    "ours",
+                    "ours, array, warm",
+                    "ours : tiktoken",
+                    "by wall time",
+                ],
                 encoding,
             ),
         ]

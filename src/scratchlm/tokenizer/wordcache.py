@@ -8,6 +8,7 @@ limit everything is forgotten and learnt again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from scratchlm.tokenizer.splitting import RULES, SEPARATOR_BYTE, last_cut, next_
 from scratchlm.tokenizer.words import WordIndex, split_bytes
 
 BLOCK = 1 << 17  # characters encoded at a time: their arrays stay in the processor's cache
+GROUP = 16  # blocks whose new words are merged together
 MAX_WORDS = 1 << 18
 MAX_BYTES = 1 << 25
 
@@ -44,27 +46,34 @@ class WordCache:
         """Encode texts: all their ids in a row, and where each text's ids end."""
         ids, ends = [], []
         total = 0
-        for block, closes in blocks(texts, cuttable=self._pattern in RULES):
-            block_ids, block_ends = self._encode_block(block)
-            ids.append(block_ids)
-            ends.append(total + (block_ends if closes else block_ends[:-1]))
-            total += len(block_ids)
+        waiting = blocks(texts, cuttable=self._pattern in RULES)
+        # Blocks stay small for the processor's cache, but merging new words pays by the thousand:
+        # number the words of several blocks, learn what is new, then gather their ids.
+        while group := list(islice(waiting, GROUP)):
+            if self._known > MAX_WORDS or self._bytes > MAX_BYTES:
+                self._forget()
+            numbered = [self._number(block) for block, _ in group]
+            self._learn()
+            for (numbers, separators), (_, closes) in zip(numbered, group, strict=True):
+                block_ids, block_ends = self._gather(numbers, separators)
+                ids.append(block_ids)
+                ends.append(total + (block_ends if closes else block_ends[:-1]))
+                total += len(block_ids)
         if len(ids) == 1:
             return ids[0], ends[0]
         nothing = np.empty(0, dtype=np.int64)
         return np.concatenate([nothing.astype(np.uint32), *ids]), np.concatenate([nothing, *ends])
 
-    def _encode_block(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self._known > MAX_WORDS or self._bytes > MAX_BYTES:
-            self._forget()
+    def _number(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Number the words of texts, and say which of them are separators."""
         data, borders = split_bytes(texts, self._pattern)
         separators = np.empty(0, dtype=np.int64)
         if len(texts) > 1:
-            # Each separator is a word of its own; it must not reach the merges.
-            starts = borders[:-1]
-            separators = np.flatnonzero(data[starts] == SEPARATOR_BYTE)
-        numbers = self._index.numbers(data, borders)
-        self._learn()
+            separators = np.flatnonzero(data[borders[:-1]] == SEPARATOR_BYTE)
+        return self._index.numbers(data, borders), separators
+
+    def _gather(self, numbers: np.ndarray, separators: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gather the ids of numbered words, and where each text's ids end."""
         counts = self._count[numbers]
         counts[separators] = 0
         ends = np.cumsum(counts)
