@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -42,6 +44,7 @@ class Chromium:
             [CHROMEDRIVER, f"--port={port}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what it started can be ended with it
         )
         self._wait_until_ready()
         options = {
@@ -62,7 +65,7 @@ class Chromium:
         try:
             self._call("DELETE", self.session)
         finally:
-            self.driver.terminate()
+            os.killpg(self.driver.pid, signal.SIGKILL)
             self.driver.wait(timeout=10)
             self.profile.cleanup()
 
@@ -79,7 +82,7 @@ class Chromium:
         data = None if method == "GET" else json.dumps(body or {}).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             with error:

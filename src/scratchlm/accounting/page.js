@@ -2,7 +2,8 @@
 // Drawing: headline numbers, bars of where things go, and tables of every item with its formula.
 
 const $ = (id) => document.getElementById(id);
-const open = new Set(); // rows of the tables that were toggled away from their first state
+const toggled = new Set(); // rows of the tables that were toggled away from their first state
+let focused = ""; // the row whose toggle keeps the focus when its table is drawn anew
 
 const HUES = [
   [/embedding/, "pink"],
@@ -93,7 +94,7 @@ function itemTable(id, item, text) {
     const key = `${id}/${path}`;
     const many = part.times !== 1n;
     const foldable = part.children.length > 0;
-    const shown = level < 2 !== open.has(key);
+    const shown = level < 2 !== toggled.has(key);
     const long = foldable && part.symbols.length > 40;
     const name = many ? `${part.name} (${numberText(part.times)} ×)` : part.name;
     const row = el("tr", { "data-path": path, "data-value": String(part.value), "data-share": share,
@@ -134,9 +135,9 @@ function nameCell(name, level, shown, key, note) {
   } else {
     const button = el("button", { type: "button", "aria-expanded": String(shown), "data-toggle": key }, name);
     button.addEventListener("click", () => {
-      if (!open.delete(key)) open.add(key);
-      draw();
-      document.querySelector(`[data-toggle="${CSS.escape(key)}"]`)?.focus();
+      if (!toggled.delete(key)) toggled.add(key);
+      focused = key;
+      drawSoon();
     });
     cell.append(button);
   }
@@ -272,9 +273,10 @@ function drawMemory({ memory, machine, env }, choices) {
 
 function drawTime({ time, peak }, choices) {
   const segments = time.parts.map((part) => ({ name: part.name, value: part.seconds, share: part.share, bound: part.bound }));
+  const above = time.mfu > 1 ? " (above 1: full also counts attention that the mask spares)" : "";
   const rate = `${fixed(time.tokens / time.seconds, 0)} tokens/s`;
   section("time", `Time of ${choices.phase} at the limits of ${choices.gpu}`,
-    [`${secondsText(time.seconds)}, ${rate}, MFU ${mfuText(fixed(time.mfu, 3), "full", peak)}: nothing real is faster. Each component takes the longer of its arithmetic and its memory traffic.`],
+    [`${secondsText(time.seconds)}, ${rate}, MFU ${mfuText(fixed(time.mfu, 3), "full", peak)}${above}: nothing real is faster. Each component takes the longer of its arithmetic and its memory traffic.`],
     ...bar(segments, secondsText, "time"), timeTable(time));
   $("time").dataset.value = time.seconds;
   $("time").dataset.mfu = time.mfu;
@@ -345,6 +347,19 @@ function draw() {
   drawSymbols(result.env);
 }
 
+// However many things change before the next frame, it is drawn once.
+let waiting = false;
+function drawSoon() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    draw();
+    if (focused) document.querySelector(`[data-toggle="${CSS.escape(focused)}"]`)?.focus();
+    focused = "";
+  });
+}
+
 let saving = 0;
 function saveAddress() {
   clearTimeout(saving);
@@ -366,10 +381,10 @@ async function copy(button, text) {
 }
 
 readAddress();
-buildControls($("controls"), () => { draw(); saveAddress(); });
+buildControls($("controls"), () => { drawSoon(); saveAddress(); });
 draw();
-addEventListener("hashchange", () => { readAddress(); draw(); });
-$("reset").addEventListener("click", () => { state = initialState(); draw(); saveAddress(); });
+addEventListener("hashchange", () => { readAddress(); drawSoon(); });
+$("reset").addEventListener("click", () => { state = initialState(); drawSoon(); saveAddress(); });
 for (const button of document.querySelectorAll("[data-copies]")) {
   button.addEventListener("click", () => copy(button, $(button.dataset.copies).textContent));
 }

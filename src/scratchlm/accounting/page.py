@@ -18,8 +18,9 @@ from scratchlm.accounting.flops import CONVENTIONS
 from scratchlm.accounting.machines import MACHINES, PRICES_AS_OF, Machine
 from scratchlm.accounting.machines import machine as find_machine
 from scratchlm.accounting.money import DEFAULT_MFU
-from scratchlm.accounting.page_controls import Money, groups, rules
+from scratchlm.accounting.page_controls import Money, groups
 from scratchlm.accounting.page_formulas import Formulas, as_json, formulas_data, variants
+from scratchlm.accounting.page_rules import rules
 from scratchlm.accounting.setup import Setup
 from scratchlm.config import ModelConfig
 

@@ -51,7 +51,7 @@ function wrongValue(control, value) {
   if (key === "mfu" && !(value > 0 && value <= 1)) return `mfu must lie in (0, 1]; got ${value}`;
   if (key === "price" && !(value >= 0)) return `price must not be negative; got ${value}`;
   if (key === "tokens" && value < 1n) return `tokens must be at least 1; got ${value}`;
-  if (kind === "size" && (value < BigInt(control.least) || value > BigInt(control.most))) {
+  if (kind === "size" && control.most !== null && (value < control.least || value > control.most)) {
     return `${key} must lie between ${control.least} and ${control.most}; got ${key}=${value}`;
   }
   return "";
@@ -86,7 +86,8 @@ function follow(sizes, choices) {
   for (;;) {
     const rule = rules.findIndex((r) => [r.left, r.right].every((f) => isBound(f, sizes)));
     if (rule >= 0) {
-      refusal ||= broken(rules.splice(rule, 1)[0], sizes);
+      const [checked] = rules.splice(rule, 1);
+      refusal ||= broken(checked, sizes);
       continue;
     }
     const next = waiting.findIndex(([, formula]) => isBound(formula, sizes));

@@ -1,8 +1,7 @@
-"""What the page lets one change: sizes, choices, their limits, and the rules between them.
+"""What the page lets one change: sizes and choices, with their limits.
 
 A control carries the name of a config field or of a command-line option. A size that nobody gave
-follows a formula (d_head = d_model / num_heads) until it is set. The rules say, word for word,
-what `ModelConfig` and `Setup` would say; a test compares them.
+follows a formula (d_head = d_model / num_heads) until it is set.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scratchlm.accounting.expr import Expr, Num, Sym, ceil_div
+from scratchlm.accounting.expr import Expr, Sym, ceil_div
 from scratchlm.accounting.flops import CHECKPOINTING, CONVENTIONS
 from scratchlm.accounting.machines import PRICES_AS_OF, Machine
 from scratchlm.accounting.money import DEFAULT_MFU, TOKENS_PER_PARAMETER
 from scratchlm.accounting.page_formulas import SUGGESTED_TOKENS, Formulas, number, variants
 from scratchlm.accounting.setup import DEFAULT_LENGTHS, OPTIMIZERS, PARALLEL, PRECISIONS, Setup
-from scratchlm.accounting.symbols import SYMBOLS, H, d, d_ff
+from scratchlm.accounting.symbols import SYMBOLS, H, d
 from scratchlm.accounting.work import PHASES
-from scratchlm.config import ModelConfig, MoE, Rotary, Sinusoidal, default_d_ff
+from scratchlm.config import ModelConfig, MoE, default_d_ff
 from scratchlm.config.parts import SIZE_LIMITS
 
 _MOST = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
@@ -38,7 +37,7 @@ class Control:
     link_label: str = ""
     stops: tuple[int, ...] = ()  # where the slider snaps
     least: int = 1
-    most: int = _MOST
+    most: int | None = _MOST
     choices: tuple[tuple[str, str], ...] = ()  # value, words
     option: str = ""  # of the command line; "" for what is the model's own
     plain: Any = None  # what the command line takes when the option is not given
@@ -337,7 +336,7 @@ def _run(money: Money) -> list[Control]:
             "D",
             link=SUGGESTED_TOKENS,
             link_label=f"{TOKENS_PER_PARAMETER} per parameter",
-            most=2**60,
+            most=None,
             option="--tokens",
         ),
         Control(
@@ -391,61 +390,3 @@ def _size(
     return Control(
         key, label, "size", value, symbol, stops=_with(stops, value), most=SIZE_LIMITS[key], **more
     )
-
-
-def rules(config: ModelConfig, table: Formulas) -> list[dict[str, Any]]:
-    """Return what must divide what, or not exceed it, in the order it is checked."""
-    found = [
-        _rule(
-            table,
-            "at most",
-            Sym("k"),
-            Sym("E"),
-            "experts_per_token must not exceed num_experts; got "
-            "experts_per_token={k}, num_experts={E}",
-            {"ffn": ["moe"]},
-        ),
-        _rule(
-            table,
-            "divisible",
-            d,
-            H,
-            "d_model must be divisible by num_heads; got d_model={d}, num_heads={H}",
-            {"d_head": [None]},
-        ),
-        _rule(
-            table,
-            "divisible",
-            H,
-            Sym("H_kv"),
-            "num_heads must be divisible by num_kv_heads; got num_heads={H}, num_kv_heads={H_kv}",
-        ),
-    ]
-    if isinstance(config.positions, Rotary):
-        says = "d_head must be even to rotate pairs of channels; got d_head={d_h}"
-        found.append(_rule(table, "divisible", Sym("d_h"), Num(2), says))
-    if isinstance(config.positions, Sinusoidal):
-        says = "d_model must be even for sinusoidal positions; got d_model={d}"
-        found.append(_rule(table, "divisible", d, Num(2), says))
-    for symbol, key in ((H, "num_heads"), (Sym("H_kv"), "num_kv_heads"), (d_ff, "d_ff")):
-        says = f"tensor parallelism needs {key} divisible by gpus; got {key}={{{symbol.name}}}"
-        tp = {"parallel": ["tp"]}
-        found.append(_rule(table, "divisible", symbol, Sym("G"), says + ", gpus={G}", tp))
-    return found
-
-
-def _rule(
-    table: Formulas,
-    kind: str,
-    left: Expr,
-    right: Expr,
-    says: str,
-    when: dict[str, list[Any]] | None = None,
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "left": table.expr(left),
-        "right": table.expr(right),
-        "says": says,
-        "when": when or {},
-    }

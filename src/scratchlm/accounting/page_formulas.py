@@ -62,10 +62,11 @@ class Formulas:
 
     def expr(self, expr: Expr) -> int:
         """Return a formula's number."""
-        if expr not in self._formula_numbers:
-            self._formula_numbers[expr] = len(self.formulas)
+        found = self._formula_numbers.get(expr)
+        if found is None:
+            found = self._formula_numbers[expr] = len(self.formulas)
             self.formulas.append([_whole_only(expr.data()), _text(expr)])
-        return self._formula_numbers[expr]
+        return found
 
     def named(self, formulas: dict[str, Expr]) -> list[list[Any]]:
         """Return names with their formulas' numbers, in order: later ones may use earlier ones."""
@@ -77,11 +78,12 @@ class Formulas:
 
     def node(self, node: Node) -> int:
         """Return a node's number."""
-        if node not in self._node_numbers:
+        found = self._node_numbers.get(node)
+        if found is None:
             table = self._choice(node) if node in self._choices else self._table(node)
-            self._node_numbers[node] = len(self.nodes)
+            found = self._node_numbers[node] = len(self.nodes)
             self.nodes.append(table)
-        return self._node_numbers[node]
+        return found
 
     def _choice(self, node: Node) -> dict[str, Any]:
         options = self._choices[node]

@@ -15,7 +15,7 @@ function cut(digits, keep) {
 // Python's f"{x:,.{places}f}"
 function fixed(x, places) {
   if (isWhole(x)) x = Number(x);
-  if (Math.abs(x) >= 1e21) return commas(BigInt(x).toString());
+  if (Math.abs(x) >= 1e21) return commas(BigInt(x).toString()) + (places ? `.${"0".repeat(places)}` : "");
   const [whole, rest] = Math.abs(x).toFixed(places + 40).split(".");
   const digits = cut(whole + rest, whole.length + places).toString().padStart(places + 1, "0");
   const point = digits.length - places;
