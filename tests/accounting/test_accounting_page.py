@@ -30,7 +30,7 @@ from scratchlm.cli import app
 from scratchlm.cli.account_tables import exact, human, seconds_text
 from scratchlm.config import ModelConfig, preset
 
-BASE = ModelConfig(1_000, 512, d_model=256, num_layers=4, num_heads=8, d_ff=1_024)
+BASE = ModelConfig(1_000, 512, d_model=256, num_layers=4, num_heads=8)
 MODELS = {
     "dense": preset("gpt2-xl"),
     "gqa": preset("llama3-8b"),
@@ -313,6 +313,29 @@ class TestInTheBrowser:
         expected = account(replace(MODELS["dense"], num_layers=12))
         assert browser.run(READ)["counts"]["unique"] == str(expected.parameters.unique)
         assert browser.run("return document.getElementById('num_layers').value") == "12"
+
+    def test_an_arrow_key_moves_a_slider(self, browser, pages):
+        browser.show(1280, 900)
+        browser.open(pages("dense"))
+        browser.run("document.getElementById('batch-slider').focus()")
+        key = {"key": "ArrowRight", "code": "ArrowRight", "windowsVirtualKeyCode": 39}
+        browser.command("Input.dispatchKeyEvent", type="keyDown", **key)
+        browser.command("Input.dispatchKeyEvent", type="keyUp", **key)
+        expected = account(MODELS["dense"], batch=2).flops["full"].value
+        assert browser.run(READ)["conventions"]["full"] == str(expected)
+
+    def test_the_machine_it_was_made_on_can_be_measured(self, browser, tmp_path):
+        here = replace(MACHINES["l4"], name="this machine (2 threads)", bf16=None, measured=True)
+        here = replace(here, bandwidth=1.25e10, fp16=None, fp32=7.3e10, price=None)
+        page = tmp_path / "here.html"
+        page.write_text(account_page("gpt2", preset("gpt2"), machine=here), encoding="utf-8")
+        browser.open(page.as_uri())
+        shown = browser.run(READ)
+        assert shown["command"] == "scratchlm account gpt2 --gpu this"
+        line = account(preset("gpt2"), machine=here).roofline
+        assert same(shown["seconds"], line.seconds)
+        assert f"MFU {line.mfu}" in shown["shown"]
+        assert shown["run"]["dollars"] == ""
 
     def test_width_takes_along_what_follows_it(self, browser, pages):
         browser.open(pages("gqa"))

@@ -120,7 +120,8 @@ function terminal(sizes) {
     const value = state[control.key];
     const plain = control.kind === "size" ? read(control.plain) : control.plain?.float ?? control.plain;
     if (control.option === "" || value === null || value === plain || !isShown(control)) continue;
-    words.push(control.kind === "flag" ? control.option : `${control.option} ${value}`);
+    const argument = control.key === "gpu" ? DATA.machines[value].argument : value;
+    words.push(control.kind === "flag" ? control.option : `${control.option} ${argument}`);
   }
   return { command: words.join(" "), config: changed ? configText(sizes) : "" };
 }
@@ -199,7 +200,8 @@ function sizeWidget(control, set) {
   const follows = control.link === null ? null : el("input", { type: "checkbox", id: `${control.key}-auto` });
   follows?.addEventListener("input", () => set(follows.checked ? null : parse(control, number.value)));
   SETTERS[control.key] = (value, linked) => {
-    if (document.activeElement !== number) number.value = value === null ? "" : String(value);
+    // what is being typed, or is no number, is left as it stands
+    if (document.activeElement !== number && typeof value !== "string") number.value = value ?? "";
     if (follows) follows.checked = linked;
     if (slider && typeof value !== "string" && value !== null) {
       slider.value = nearest(control.stops, Number(value));

@@ -262,6 +262,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
         "memory": number(machine.memory),
         "bandwidth": number(machine.bandwidth),
         "price": machine.price,
+        "argument": "this" if machine.measured else machine.name,
         "peaks": {name: number(machine.peak(name)) for name in PRECISIONS},
         "peak_names": {name: machine.peak_name(name) for name in PRECISIONS},
     }
