@@ -22,7 +22,9 @@ def tree() -> str:
     """Lay out the files of the package and the benchmarks."""
     lines = []
     for folder in ("src/scratchlm", "bench"):
-        paths = sorted((ROOT / folder).rglob("*.py"), key=lambda path: path.parent.as_posix())
+        paths = sorted(
+            (ROOT / folder).rglob("*.py"), key=lambda path: (path.parent.as_posix(), path.name)
+        )
         directory = None
         for path in paths:
             if path.parent != directory:
