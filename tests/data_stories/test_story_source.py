@@ -191,14 +191,14 @@ def test_the_pets_mood_is_inferred_from_how_it_behaves():
     start = "The cat sat on the mat. {} Anna came back from the park. She had lost her old keys. "
     search = "She looked near the mat, but they were not there. The cat"
     signs = {
-        "It watched a bee.": (0.65 * 0.20, 0.10 * 0.20),
-        "Its tail moved slowly.": (0.30 * 0.40, 0.25 * 0.40),
-        "Its eyes were closed.": (0.05, 0.65),
+        "It watched a bee.": (0.70 * 0.20, 0.05 * 0.20),
+        "Its tail moved slowly.": (0.25 * 0.40, 0.25 * 0.40),
+        "Its eyes were closed.": (0.05, 0.70),
     }
     for sign, (playful, sleepy) in signs.items():
         awake = 0.55 * playful / (0.55 * playful + 0.45 * sleepy)
         words = SOURCE.next_words(start.format(sign) + search)
-        assert words["jumped"] == pytest.approx(awake * 0.90 + (1 - awake) * 0.05, abs=1e-12)
+        assert words["jumped"] == pytest.approx(awake * 0.95 + (1 - awake) * 0.05, abs=1e-12)
 
 
 def test_what_was_taken_is_what_is_put_down_and_verbs_agree():

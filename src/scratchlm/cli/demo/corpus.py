@@ -57,7 +57,7 @@ class Wanted:
             rows="documents",
             ema=min(0.99, 1 - 10 / max(11, self.steps)),
             precision="fp32",
-            eval_every=max(5, self.steps // 10),
+            eval_every=max(5, self.steps // 15),
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from scratchlm.cli.demo.corpus import World
 from scratchlm.cli.demo.words import Comparison, Written
 from scratchlm.cli.training_console import TrainingConsole
 from scratchlm.training import read_metrics
+from scratchlm.training.plots import COLOURS, Curves
 from scratchlm.training.report import Section, duration, table
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -109,7 +112,9 @@ def print_samples(console: Console, stories: Sequence[Written]) -> None:
     possible = sum(story.possible for story in stories)
     console.print("\n[bold]What it writes[/]")
     for story in stories[:3]:
-        console.print(f"  {story.text}", markup=False)
+        # A model that has learnt little may write control characters.
+        shown = "".join(c if c.isprintable() else "�" for c in story.text)
+        console.print(f"  {shown}", markup=False)
     console.print(
         f"{possible} of {len(stories)} stories it wrote could have come from the source itself"
     )
@@ -187,8 +192,10 @@ def html_sections(
     written = "".join(
         f"<blockquote>{html.escape(story.text)}</blockquote>" for story in stories[:5]
     )
+    way = base64.b64encode(draw_way(read_metrics(world.out), world.floor)).decode()
+    picture = f'<img alt="distance from the floor" src="data:image/png;base64,{way}">'
     return [
-        Section("What was promised", f"<ul>{judged}</ul>{source}"),
+        Section("What was promised", f"<ul>{judged}</ul>{picture}{source}"),
         Section("The next word: truth and model", _STYLE + "".join(map(_html_words, comparisons))),
         Section(
             "What it writes now",
@@ -196,6 +203,34 @@ def html_sections(
             "source itself.</p>",
         ),
     ]
+
+
+def draw_way(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
+    """Draw how far the losses are above the floor, on a scale of equal ratios."""
+    from matplotlib.figure import Figure
+
+    curves = Curves.of(records)
+    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    for steps, losses, colour, name in (
+        (curves.steps, curves.smooth_loss(), COLOURS[0], "training, smoothed"),
+        (curves.val_steps, curves.val_loss, COLOURS[1], "held-out"),
+    ):
+        # A training batch may by luck cost less than its expectation: no place on this scale.
+        above = [(s, 100 * (loss / floor - 1)) for s, loss in zip(steps, losses, strict=True)]
+        shown = [(s, percent) for s, percent in above if percent > 0.01]
+        axes.plot(*zip(*shown, strict=True), color=colour, lw=1.4, label=name) if shown else None
+    axes.axhline(100 * LOSS_WITHIN, color="#111827", ls=":", lw=1.2, label="promised")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss above the floor")
+    axes.grid(alpha=0.25, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 _STYLE = """<style>
