@@ -81,9 +81,9 @@ _GPU = TrainConfig(
 RECIPES: dict[str, dict[str, Recipe]] = {
     "cpu": {"adamw": Recipe(_CPU, _CPU_PARTS)},
     "gpu": {
+        "noise 0.1, decay 1": Recipe(replace(_GPU, weight_decay=1.0), noise=0.1),
         "noise 0.1": Recipe(_GPU, noise=0.1),
         "noise 0.2": Recipe(_GPU, noise=0.2),
-        "noise 0.1, decay 1": Recipe(replace(_GPU, weight_decay=1.0), noise=0.1),
         "noise 0.1, muon": Recipe(replace(_GPU, optimizer="muon", lr=2e-3), noise=0.1),
         "noise 0.2, decay 1, tied": Recipe(
             replace(_GPU, weight_decay=1.0), {"tie_embeddings": True}, 0.2
