@@ -42,6 +42,10 @@ CASES = {
         "one vector": lambda: ((draw(5), draw(1, 5)), (), {}),
         "no rows": lambda: ((draw(0, 5), draw(2, 5)), (), {}),
     },
+    "linears": {
+        "plain": lambda: ((draw(2, 3, 5), draw(7, 5), draw(1, 5), draw(4, 5)), (), {}),
+        "bias": lambda: ((draw(3, 5), draw(7, 5), draw(4, 5), draw(7), draw(4)), (), {}),
+    },
     "embedding": {
         "plain": lambda: ((draw(7, 4),), (ids,), {}),
         "padding": lambda: ((draw(7, 4),), (ids,), {"padding_id": 3}),
@@ -132,7 +136,28 @@ CASES = {
         "sum": lambda: ((9 * draw(2, 3, 7),), (targets,), {"reduction": "sum"}),
         "no target": lambda: ((draw(2, 3, 7),), (torch.full((2, 3), -100),), {}),
     },
+    "linear_cross_entropy": {
+        "plain": lambda: ((draw(2, 3, 5), draw(7, 5)), (targets,), {}),
+        "z-loss": lambda: ((draw(2, 3, 5), draw(7, 5)), (targets,), {"z_loss": 0.1}),
+        "sum": lambda: ((draw(2, 3, 5), draw(7, 5)), (targets,), {"reduction": "sum"}),
+        "no target": lambda: ((draw(2, 3, 5), draw(7, 5)), (torch.full((2, 3), -100),), {}),
+        "slices": lambda: (
+            (draw(300, 8), draw(20_000, 8)),
+            (torch.arange(300).masked_fill(torch.arange(300) % 7 == 0, -100),),
+            {},
+        ),
+    },
 }
+
+
+def call(function, op, arguments, keywords):
+    """Call an op with its tensors in a row; several results come back as one."""
+    if op != "linears":
+        return function(*arguments, **keywords)
+    x, *rest = arguments
+    weights, biases = [w for w in rest if w.ndim == 2], [b for b in rest if b.ndim == 1]
+    return torch.cat(list(function(x, weights, biases or [None] * len(weights))), dim=-1)
+
 
 # (absolute, relative) per dtype, in the terms of the float64 result
 TOLERANCE = {
@@ -181,7 +206,7 @@ def compare(op, case, dtype, device):
     for name, kind in (("reference", torch.float64), ("fast", dtype)):
         inputs = [leaf.to(kind).requires_grad_() for leaf in leaves]
         given = [*rest, *inputs] if op == "embedding" else [*inputs, *rest]
-        out = getattr(OPS[name], op)(*given, **keywords)
+        out = call(getattr(OPS[name], op), op, given, keywords)
         out = getattr(out, "output", out)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device)
         weight = weight.view_as(out)

@@ -94,9 +94,9 @@ class MultiHeadSelfAttention(nn.Module):
         """Let every token gather from those before it."""
         _check_width(x, self.d_model, "attention")
         scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        q = self._cut_into_heads(self.q_proj(x))  # (*batch, heads, seq, d_head)
-        k = self._cut_into_heads(self.k_proj(x))  # (*batch, kv_heads, seq, d_head)
-        v = self._cut_into_heads(self.v_proj(x))  # (*batch, kv_heads, seq, d_head)
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        qkv = self.ops.linears(x, [m.weight for m in maps], [m.bias for m in maps])
+        q, k, v = map(self._cut_into_heads, qkv)  # each (*batch, its heads, seq, d_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None and scene.rotation is not None:

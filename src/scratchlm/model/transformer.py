@@ -258,8 +258,9 @@ class TransformerLM(Transformer):
         hidden = self.hidden(
             token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
         )
-        loss = self.ops.cross_entropy(
-            self.head(hidden), targets, ignore_index=ignore_index, z_loss=z_loss
+        head = self.token_embeddings if self.lm_head is None else self.lm_head
+        loss = self.ops.linear_cross_entropy(
+            hidden, head.weight, targets, ignore_index=ignore_index, z_loss=z_loss
         )
         if isinstance(self.config.ffn, kinds.MoE) and self.config.ffn.load_balance_weight:
             balance = [load_balancing_loss(r.probabilities, r.experts) for r in routes]

@@ -9,7 +9,7 @@ is the definition, `OPS["fast"]` the same functions at speed, and anybody may br
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,6 +24,7 @@ class Ops:
     """One implementation of every operation a model calls; `ops/reference.py` has the contract."""
 
     linear: Callable[..., Tensor]
+    linears: Callable[..., Sequence[Tensor]]
     embedding: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
@@ -34,11 +35,13 @@ class Ops:
     moe: Callable[..., Routed]
     softmax: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
+    linear_cross_entropy: Callable[..., Tensor]
 
 
 OPS: dict[str, Ops] = {
     "reference": Ops(
         linear=reference.linear,
+        linears=reference.linears,
         embedding=reference.embedding,
         rms_norm=reference.rms_norm,
         layer_norm=reference.layer_norm,
@@ -49,9 +52,11 @@ OPS: dict[str, Ops] = {
         moe=reference.moe,
         softmax=reference.softmax,
         cross_entropy=reference.cross_entropy,
+        linear_cross_entropy=reference.linear_cross_entropy,
     ),
     "fast": Ops(
         linear=fast.linear,
+        linears=fast.linears,
         embedding=fast.embedding,
         rms_norm=fast.rms_norm,
         layer_norm=fast.layer_norm,
@@ -62,6 +67,7 @@ OPS: dict[str, Ops] = {
         moe=fast.moe,
         softmax=reference.softmax,
         cross_entropy=fast.cross_entropy,
+        linear_cross_entropy=fast.linear_cross_entropy,
     ),
 }
 

@@ -37,16 +37,16 @@ def keep_in_range(index: Tensor, limit: int) -> tuple[Tensor, Tensor | None]:
 
 
 def counted_targets(
-    logits: Tensor, targets: Tensor, ignore_index: int
+    shape: torch.Size, vocab: int, targets: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return targets safe to look up, which of them count, and which were out of range."""
-    if targets.shape != logits.shape[:-1]:
+    if targets.shape != shape:
         raise ValueError(
             "targets must have the shape of the logits without the last dimension, "
-            f"{tuple(logits.shape[:-1])}; got {tuple(targets.shape)}"
+            f"{tuple(shape)}; got {tuple(targets.shape)}"
         )
     counts = targets != ignore_index
     index = targets.masked_fill(~counts, 0)
-    check_range(index, logits.shape[-1], "target")
-    index, wrong = keep_in_range(index, logits.shape[-1])
+    check_range(index, vocab, "target")
+    index, wrong = keep_in_range(index, vocab)
     return index, counts, wrong

@@ -9,6 +9,7 @@ result is returned in the input's dtype.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -36,6 +37,15 @@ def linear(
     """y = W x (+ b)."""
     y = einsum(x, weight, "... d_in, d_out d_in -> ... d_out")
     return y if bias is None else y + bias
+
+
+def linears(
+    x: Float[Tensor, "*batch d_in"],
+    weights: Sequence[Float[Tensor, "_ d_in"]],
+    biases: Sequence[Float[Tensor, " _"] | None],
+) -> list[Float[Tensor, "*batch _"]]:
+    """Several maps of one input: y₁ = W₁ x (+ b₁), y₂ = W₂ x (+ b₂), …"""
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def embedding(
@@ -147,7 +157,8 @@ def cross_entropy(
     `z_loss` · (log Σ exp(logits))² keeps the normaliser near 1 (arXiv:2204.02311, section 5). With
     no target that counts the loss is 0.
     """
-    index, counts, wrong = counted_targets(logits, targets, ignore_index)
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    index, counts, wrong = counted_targets(shape, vocab, targets, ignore_index)
     normaliser = log_sum_exp(logits)  # (*batch)
     chosen = _widen(logits).gather(-1, index[..., None]).squeeze(-1)
     losses = normaliser - chosen
@@ -157,6 +168,22 @@ def cross_entropy(
         losses = losses.masked_fill(wrong, math.nan)
     total = losses.masked_fill(~counts, 0.0).sum()
     return total if reduction == "sum" else total / counts.sum().clamp(min=1)
+
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "*batch d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    targets: Int[Tensor, "*batch"],
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Float[Tensor, ""]:
+    """The cross-entropy of the logits W h: the head and the loss, which a fast twin may join."""
+    logits = linear(hidden, weight)
+    return cross_entropy(
+        logits, targets, ignore_index=ignore_index, z_loss=z_loss, reduction=reduction
+    )
 
 
 # Positions

@@ -1,0 +1,178 @@
+"""The LM head and the cross-entropy in one: the logits never exist all at once.
+
+The rows are taken in slices. For each slice the logits are formed, turned into their gradient
+
+    ∂loss/∂logits = softmax(logits) − onehot(target)
+
+in place, and multiplied into the gradients of the hidden states and of the head, all in the forward
+pass; the backward pass only scales the two by what comes from above. Three matrix products, as
+without slices, and memory for one slice instead of for the batch times the vocabulary.
+
+On a GPU a vocabulary that is no multiple of 8 is padded inside: rows of logits that start off a
+16-byte border make the product several times slower.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from scratchlm.ops.ranges import can_look, counted_targets
+
+SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Mean of log Σ exp(W h) − (W h)[target] over the targets that count."""
+    shape, vocab = hidden.shape[:-1], len(weight)
+    index, counts, wrong = counted_targets(shape, vocab, targets, ignore_index)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    index, counts = index.reshape(-1), counts.reshape(-1)
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+    total: Tensor = _SlicedLoss.apply(rows, weight, index.masked_fill(~counts, -1), z_loss)
+    if wrong is not None:
+        total = total.masked_fill(wrong.any(), torch.nan)
+    return total if reduction == "sum" else total / counts.sum().clamp(min=1)
+
+
+class _SlicedLoss(torch.autograd.Function):
+    """The sum of the rows' losses; targets are −1 where they do not count."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(rows.device.type, enabled=False):
+            ctx.gradients = _Gradients(rows, weight, wants_rows, wants_weight)
+            head = _padded(weight, rows.dtype)
+            wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
+            total = torch.zeros((), dtype=wide, device=rows.device)
+            size = _slice_size(len(rows), len(head), rows.device.type)
+            buffer = rows.new_empty(size, len(head))
+            for start in range(0, len(rows), size):
+                part, target = rows[start : start + size], targets[start : start + size]
+                logits = torch.mm(part, head.t(), out=buffer[: len(part)])
+                wants = wants_rows or wants_weight
+                losses, slope = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
+                total += losses.sum()
+                ctx.gradients.add(start, slope, part, head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        return (*ctx.gradients.scaled(above), None, None)
+
+
+class _Gradients:
+    """∂loss/∂rows and ∂loss/∂weight, gathered slice by slice."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, wants_rows: bool, wants_weight: bool) -> None:
+        self.of_rows = torch.empty_like(rows) if wants_rows else None
+        self.of_weight: Tensor | None = None
+        self.wants_weight, self.vocab, self.dtype = wants_weight, len(weight), weight.dtype
+        self.used = False
+
+    def add(self, start: int, slope: Tensor, part: Tensor, head: Tensor) -> None:
+        """Take one slice's gradient of the logits in."""
+        if self.of_rows is not None:
+            torch.mm(slope, head, out=self.of_rows[start : start + len(part)])
+        if self.wants_weight:
+            self.of_weight = _add_product(self.of_weight, slope.t(), part)
+
+    def scaled(self, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both, times what comes from above; once, because it is done in place."""
+        if self.used:
+            raise RuntimeError("the gradients of this loss were already given out and freed")
+        self.used = True
+        of_rows, of_weight = self.of_rows, self.of_weight
+        self.of_rows = self.of_weight = None
+        if of_rows is not None:
+            of_rows.mul_(above)
+        if of_weight is not None:
+            of_weight = of_weight.mul_(above)[: self.vocab].to(self.dtype)
+        return of_rows, of_weight
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Add a·b to a float32 total without rounding the product to 16 bits first."""
+    if a.dtype.itemsize > 2:
+        return a @ b if total is None else total.addmm_(a, b)
+    if not a.is_cuda:
+        product = a.float() @ b.float()
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the head in the dtype it is multiplied in, on a GPU with a length divisible by 8."""
+    weight = weight.detach()
+    if not weight.is_cuda or len(weight) % 8 == 0:
+        return weight.to(dtype)
+    length = -(-len(weight) // 128) * 128
+    padded = weight.new_zeros(length, weight.shape[1], dtype=dtype)
+    padded[: len(weight)] = weight
+    return padded
+
+
+def _slice_size(rows: int, vocab: int, device: str) -> int:
+    """Return how many rows to take at a time: equal slices, of whole tiles on a GPU."""
+    most = SLICE_ELEMENTS.get(device, SLICE_ELEMENTS["cuda"])
+    slices = -(-rows * vocab // most)
+    tile = 128 if device == "cuda" else 1
+    size = -(-rows // max(1, slices))
+    return min(max(rows, 1), -(-max(size, 128) // tile) * tile)
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return every row's loss and the gradient of the logits, which may lie where they lay."""
+    kernels = _kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
+    if kernels is not None:
+        losses = kernels.loss_and_gradient_(logits, targets, vocab, z_loss, gradient)
+        return losses, logits
+    wide = logits.float() if logits.dtype.itemsize == 2 else logits
+    if wide.shape[1] > vocab:
+        wide[:, vocab:] = -torch.inf
+    counts = targets >= 0
+    column = targets.clamp(min=0)[:, None]
+    chosen = wide.gather(1, column)[:, 0]
+    logs = wide.log_softmax(dim=-1)
+    losses = -logs.gather(1, column)[:, 0]
+    lse = chosen + losses
+    if z_loss:
+        losses = losses + z_loss * lse.pow(2)
+    losses = losses.masked_fill(~counts, 0.0)
+    if not gradient:
+        return losses, logits
+    slope = logs.exp_()
+    if z_loss:
+        slope *= (1 + 2 * z_loss * lse)[:, None]
+    slope.scatter_add_(1, column, slope.new_full(column.shape, -1.0))
+    if not (can_look(counts) and bool(counts.all())):
+        slope.masked_fill_(~counts[:, None], 0.0)
+    return losses, slope.to(logits.dtype)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        from scratchlm.ops.kernels import cross_entropy
+    except ImportError:  # a torch without Triton
+        return None
+    return cross_entropy

@@ -1,0 +1,151 @@
+"""The head and the loss in one: no full logits, exact slices, a kernel that is its formula."""
+
+import pytest
+import torch
+
+from scratchlm.ops import OPS, fast, loss, reference
+from scratchlm.ops.kernels import cross_entropy
+
+
+def some(rows=40, width=6, vocab=23, dtype=torch.float64, device="cpu"):
+    hidden = torch.randn(rows, width, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, device=device, requires_grad=True)
+    targets = torch.randint(vocab, (rows,), device=device)
+    targets[::5] = -100
+    return hidden, weight, targets
+
+
+def slopes(function, hidden, weight, targets, **how):
+    value = function(hidden, weight, targets, **how)
+    return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
+
+
+@pytest.mark.parametrize("size", [1, 7, 39, 40, 41])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_any_cut_into_slices_gives_the_reference(size, z_loss, monkeypatch):
+    monkeypatch.setattr(loss, "_slice_size", lambda rows, vocab, device: min(size, rows))
+    given = some()
+    ours = slopes(fast.linear_cross_entropy, *given, z_loss=z_loss)
+    truth = slopes(reference.linear_cross_entropy, *given, z_loss=z_loss)
+    for got, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_slices_are_equal_and_hold_no_more_than_they_may():
+    for rows, vocab in ((16_384, 151_936), (8_192, 50_304), (4096, 4096), (100, 50), (1, 7)):
+        for device, most in loss.SLICE_ELEMENTS.items():
+            size = loss._slice_size(rows, vocab, device)
+            assert 1 <= size <= rows
+            assert size * vocab <= max(most + 128 * vocab, 128 * vocab)
+            if rows > size:
+                assert size >= 128
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Watch for the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_the_logits_never_exist_all_at_once():
+    hidden, weight, targets = some(rows=4096, width=8, vocab=4096, dtype=torch.float32)
+    with Largest() as sliced:
+        fast.linear_cross_entropy(hidden, weight, targets).backward()
+    with Largest() as whole:
+        reference.linear_cross_entropy(hidden, weight, targets).backward()
+    assert whole.elements >= 4096 * 4096
+    assert sliced.elements <= loss.SLICE_ELEMENTS["cpu"]
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    hidden, weight, targets = some()
+    alone = fast.linear_cross_entropy(hidden.detach(), weight, targets)
+    (slope,) = torch.autograd.grad(alone, weight)
+    torch.testing.assert_close(
+        slope, slopes(reference.linear_cross_entropy, hidden, weight, targets)[2]
+    )
+    with torch.no_grad():
+        value = fast.linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(value, reference.linear_cross_entropy(hidden, weight, targets))
+
+
+def test_a_second_backward_is_refused_not_wrong():
+    hidden, weight, targets = some()
+    value = fast.linear_cross_entropy(hidden, weight, targets)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already given out"):
+        value.backward()
+
+
+def test_large_logits_overflow_nothing():
+    hidden = torch.full((3, 2), 1e3, requires_grad=True)
+    weight = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.5, 0.5]], requires_grad=True)
+    targets = torch.tensor([0, 1, 2])
+    ours = slopes(fast.linear_cross_entropy, hidden, weight, targets)
+    truth = slopes(reference.linear_cross_entropy, hidden, weight, targets)
+    for got, expected in zip(ours, truth, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, expected)
+
+
+def test_under_autocast_products_are_low_and_the_gradient_of_the_head_is_not():
+    hidden, weight, targets = some(rows=64, width=16, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = slopes(fast.linear_cross_entropy, hidden, weight, targets)
+    truth = slopes(reference.linear_cross_entropy, hidden, weight, targets)
+    assert [part.dtype for part in ours] == [torch.float32] * 3
+    for got, expected in zip(ours, truth, strict=True):
+        error = (got - expected).norm() / expected.norm()
+        assert 0 < error < 1e-2  # bfloat16's, and not none: it did run low
+
+
+def test_a_compiler_gets_plain_operations(monkeypatch):
+    monkeypatch.setattr(loss, "linear_cross_entropy", None)  # whoever calls it fails
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    given = some()
+    torch.testing.assert_close(
+        OPS["fast"].linear_cross_entropy(*given), reference.linear_cross_entropy(*given)
+    )
+
+
+# The kernel, in Triton's interpreter or on a GPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("vocab", "padded"), [(23, 23), (23, 32), (16, 16), (9001, 9088)])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_the_kernel_writes_the_gradient_over_the_logits(dtype, vocab, padded, z_loss):
+    logits = (4 * torch.randn(5, padded, device=DEVICE)).to(dtype)
+    targets = torch.tensor([0, vocab - 1, -1, 3, vocab // 2], device=DEVICE)
+    exact = logits[:, :vocab].double().requires_grad_()
+    truth = reference.cross_entropy(exact, targets, ignore_index=-1, z_loss=z_loss, reduction="sum")
+    (slope,) = torch.autograd.grad(truth, exact)
+    only = cross_entropy.loss_and_gradient_(logits.clone(), targets, vocab, z_loss, False)
+    losses = cross_entropy.loss_and_gradient_(logits, targets, vocab, z_loss, True)
+    torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
+    assert torch.equal(only, losses)
+    assert (logits[:, vocab:] == 0).all()
+    close = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(logits[:, :vocab].double(), slope, atol=close, rtol=close)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("vocab", [50_257, 4_096])
+def test_on_a_gpu_the_padded_head_gives_the_reference(vocab):
+    hidden, weight, targets = some(1000, 64, vocab, torch.float32, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = slopes(fast.linear_cross_entropy, hidden, weight, targets)
+    with torch.no_grad():
+        wide = [x.double() for x in (hidden, weight)]
+    truth = slopes(reference.linear_cross_entropy, *(x.requires_grad_() for x in wide), targets)
+    for got, expected in zip(ours, truth, strict=True):
+        assert (got.double() - expected).norm() / expected.norm() < 1e-2
