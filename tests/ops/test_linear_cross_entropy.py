@@ -148,4 +148,4 @@ def test_on_a_gpu_the_padded_head_gives_the_reference(vocab):
         wide = [x.double() for x in (hidden, weight)]
     truth = slopes(reference.linear_cross_entropy, *(x.requires_grad_() for x in wide), targets)
     for got, expected in zip(ours, truth, strict=True):
-        assert (got.double() - expected).norm() / expected.norm() < 1e-2
+        assert (got.double() - expected).norm() / expected.norm() < 2e-2

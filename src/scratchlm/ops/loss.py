@@ -14,13 +14,12 @@ On a GPU a vocabulary that is no multiple of 8 is padded inside: rows of logits 
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.ranges import can_look, counted_targets
 
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
@@ -142,10 +141,10 @@ def _loss_and_gradient(
     logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return every row's loss and the gradient of the logits, which may lie where they lay."""
-    kernels = _kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
-    if kernels is not None:
-        losses = kernels.loss_and_gradient_(logits, targets, vocab, z_loss, gradient)
-        return losses, logits
+    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
+        from scratchlm.ops.kernels.cross_entropy import loss_and_gradient_
+
+        return loss_and_gradient_(logits, targets, vocab, z_loss, gradient), logits
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
     if wide.shape[1] > vocab:
         wide[:, vocab:] = -torch.inf
@@ -167,12 +166,3 @@ def _loss_and_gradient(
     if not (can_look(counts) and bool(counts.all())):
         slope.masked_fill_(~counts[:, None], 0.0)
     return losses, slope.to(logits.dtype)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    try:
-        from scratchlm.ops.kernels import cross_entropy
-    except ImportError:  # a torch without Triton
-        return None
-    return cross_entropy

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -158,6 +158,19 @@ def build_model(
 # Means applied from outside
 
 
+class _Recomputed(torch.nn.Module):
+    """A module whose forward is computed again in the backward pass instead of being kept."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module's own forward, keeping its inputs alone."""
+        return checkpoint(super().forward, *inputs, use_reentrant=False, **options)
+
+
+@cache
+def _recomputed(kind: type) -> type:
+    return type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {})
+
+
 def apply_checkpointing(model: TransformerLM, policy: str) -> None:
     """Recompute a part of each layer in the backward pass instead of keeping it."""
     part = {"none": None, "block": "", "attention": "attn", "ffn": "ffn"}[policy]
@@ -165,7 +178,8 @@ def apply_checkpointing(model: TransformerLM, policy: str) -> None:
         return
     for layer in model.layers:
         module = layer.get_submodule(part)
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        # By its class, not by a wrapper of its own: all layers then share one compiled graph.
+        module.__class__ = _recomputed(type(module))
 
 
 def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:

@@ -1,1 +1,14 @@
-"""Hand-written GPU kernels (Triton). Nothing here is imported until a model runs on a GPU."""
+"""Hand-written GPU kernels, in Triton: imported only where they run.
+
+Each has its reference in `ops/`, a test that runs its logic on the CPU in Triton's interpreter, and
+a line in docs/speed-log.md that says what it gained.
+"""
+
+from importlib.util import find_spec
+
+_FOUND = find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Whether the kernels can be imported here."""
+    return _FOUND
