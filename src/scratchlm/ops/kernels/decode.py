@@ -167,7 +167,8 @@ def norm_project(
         first, N, y = _choose(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
-            v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
+            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
+                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
             out = _product(weights, v) * scale
             if BIAS:
                 _, _, bias = _choose(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
@@ -242,7 +243,8 @@ def norm_gate(
                 next_gate = _weights(w3, first + step, N, K, BLOCK_N, BLOCK_K)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
-            v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
+            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
+                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
             out = _product(up, v) * scale
             if b1 is not None:
                 out += tl.load(b1 + n, mask=n < N, other=0.0).to(tl.float32)
@@ -286,7 +288,9 @@ def project_add(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-            out = before + _product(weights, _vector(vector + row * K, K, BLOCK_K))
+            if ROWS > 1 or tile == 0:
+                v = _vector(vector + row * K, K, BLOCK_K)
+            out = before + _product(weights, v)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
@@ -327,3 +331,41 @@ def gate(up, factor, u, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     if factor is not None:
         out *= tl.load(factor + i, mask=i < count, other=0.0).to(tl.float32)
     tl.store(u + i, out.to(u.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def greatest(
+    logits,
+    best,
+    tickets,
+    ids,
+    VOCAB: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ids[row] = the index of the row's greatest logit, the first among equals.
+
+    Grid: (PARTS, rows). Each program finds its part's; the last to finish (a ticket per row)
+    chooses among them. An index is exact in float32 up to 2²⁴, the largest vocabulary.
+    """
+    part, row = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    place = part * PART + i
+    _ready(PDL)
+    inside = (i < PART) & (place < VOCAB)
+    value = tl.load(logits + row.to(tl.int64) * VOCAB + place, mask=inside, other=float("-inf"))
+    top, at = tl.max(value, 0, return_indices=True)
+    mine = best + (row * PARTS + part) * 2
+    tl.store(mine, top)
+    tl.store(mine + 1, (part * PART + at).to(tl.float32))
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + row, 1, sem="acq_rel")
+    if ticket == PARTS - 1:
+        p = tl.arange(0, PARTS)
+        tops = tl.load(best + (row * PARTS + p) * 2, cache_modifier=".cg")
+        _, winner = tl.max(tops, 0, return_indices=True)
+        index = tl.load(best + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
+        tl.store(ids + row, index.to(tl.int64))
+        tl.store(tickets + row, 0)

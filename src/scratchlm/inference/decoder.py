@@ -1,0 +1,170 @@
+"""Decoding on a GPU: a whole step of the model recorded once, replayed for every token.
+
+    decoder = GraphDecoder(model, cache)      after the prompt is in the cache
+    logits  = decoder.step(tokens)            one token of every row, as `decode_one_token` does
+
+The host only says "again": the tokens, the lengths of the rows and the logits stay where they are
+in device memory. The decoder keeps the cache's own counts right, so the model may read into the
+cache between steps; when the cache's memory or the model's weights have moved, it records anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scratchlm.model import KVCache, TransformerLM
+from scratchlm.model.fused import FusedStep, Spread, Tile, why_not_fused
+
+# Recording costs about as much as this many plain steps; fewer are not worth it.
+WORTH_RECORDING = 16
+
+
+def why_not(model: TransformerLM) -> str | None:
+    """Return why `GraphDecoder` cannot serve this model here, or None when it can."""
+    weight = model.token_embeddings.weight
+    if weight.device.type != "cuda":
+        return f"a model on {weight.device.type}"
+    if weight.device.index != torch.cuda.current_device():
+        return "a model on another GPU than the current one"
+    if torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return "a GPU older than compute capability 8.0"
+    if find_spec("triton") is None:
+        return "an installation without triton"
+    return why_not_fused(model)
+
+
+class GraphDecoder:
+    """Decode one token of every row of `cache` at a time.
+
+    `graph=False` launches the kernels one by one: the same results, for tests and for profiles.
+    `pdl` lets a kernel start while the one before it ends (Hopper and later); None: where possible.
+    `greedy` chooses the greatest logit on the device; `step(None)` then reads that token.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        cache: KVCache,
+        *,
+        graph: bool = True,
+        pdl: bool | None = None,
+        greedy: bool = False,
+        tiles: Mapping[str, Tile] | None = None,
+        spread: Spread | None = None,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.graph, self.greedy = graph, greedy
+        self.tiles, self.spread = tiles, spread
+        if pdl is None:
+            device = model.token_embeddings.weight.device
+            pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.pdl = pdl
+        self.fused: FusedStep
+        self._recorded: torch.cuda.CUDAGraph | None
+        self._bound: tuple[int, ...]  # addresses the recording holds for true
+        # What the cache counted when the device's lengths were last right.
+        self._length: int
+        self._row_lengths: Tensor | None
+        self._bind()
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens the next step reads; with `greedy`, a step leaves the chosen ones here."""
+        return self.fused.ids
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor | Sequence[int] | None) -> Float[Tensor, "batch vocab"]:
+        """Read one more token of every row (None: those in `ids`); return the logits after it.
+
+        The logits are float32, in memory that the next step writes again.
+        """
+        cache = self.cache
+        if self._where() != self._bound:
+            if tokens is None:
+                tokens = self.fused.ids.clone()
+            self._bind()
+        fused = self.fused
+        synchronous = cache.length == self._length and cache.row_lengths is self._row_lengths
+        cache.reserve(1)
+        self.model._check_length(cache.reserved_length)
+        if not synchronous:
+            fused.lengths.copy_(cache.lengths)
+        if tokens is not None:
+            if not isinstance(tokens, Tensor):
+                tokens = torch.tensor(tokens)
+            if tokens.shape != fused.ids.shape:
+                raise ValueError(
+                    f"a step takes one token of each of {fused.rows} rows; "
+                    f"got shape {tuple(tokens.shape)}"
+                )
+            fused.ids.copy_(tokens, non_blocking=True)
+        if self._recorded is None:
+            fused.run()
+        else:
+            self._recorded.replay()
+        cache.advance()
+        self._length, self._row_lengths = cache.length, cache.row_lengths
+        return fused.logits
+
+    def _where(self) -> tuple[int, ...]:
+        cache = self.cache
+        places = cache.keys.data_ptr(), cache.values.data_ptr(), cache.batch_size
+        return (*places, *self.fused.where_weights_are())
+
+    @torch.inference_mode()
+    def _bind(self) -> None:
+        """Make the buffers for the cache as it is now, and record a step."""
+        self._recorded, self._length, self._row_lengths = None, -1, None
+        self.fused = self._make(self.pdl)
+        if self.graph:
+            try:
+                self._record()
+            except RuntimeError as error:
+                if not self.fused.pdl:
+                    raise
+                warnings.warn(f"recording without early starts: {error}", stacklevel=3)
+                torch.cuda.synchronize()
+                self.fused = self._make(pdl=False)
+                self._record()
+        self._bound = self._where()
+
+    def _make(self, pdl: bool) -> FusedStep:
+        return FusedStep(
+            self.model,
+            self.cache,
+            pdl=pdl,
+            greedy=self.greedy,
+            tiles=self.tiles,
+            spread=self.spread,
+        )
+
+    def _record(self) -> None:
+        """Run a step once to compile what it needs, then record it.
+
+        The trial reads token 0 into slot 0 of every row, so what stands there is put back.
+        """
+        fused, cache = self.fused, self.cache
+        slot = (cache.keys[:, :, :, :1].clone(), cache.values[:, :, :, :1].clone())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            fused.run()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                fused.run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        for kept, before in zip((cache.keys, cache.values), slot, strict=True):
+            kept[:, :, :, :1] = before
+        fused.lengths.zero_()
+        fused.ids.zero_()
+        self._recorded = graph

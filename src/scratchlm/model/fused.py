@@ -1,0 +1,341 @@
+"""One decoding step of a whole model in a few kernels per layer.
+
+    step = FusedStep(model, cache)
+    step.ids.copy_(tokens); step.lengths.copy_(cache.lengths)
+    step.run()                             step.logits; step.lengths has grown by 1
+
+Everything lives in buffers that stay where they are, so that the launches can be recorded once as
+a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
+formulas are `ops/reference.py`'s, the kernels `ops/kernels/decode.py`'s. Up to `MAX_ROWS` rows go
+through the matrix-vector kernels; more go through torch's matrix products. The residual stream is
+kept in float32, so a low-precision model loses a little less here than in its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scratchlm import config as kinds
+from scratchlm.model.attention import MultiHeadSelfAttention
+from scratchlm.model.block import TransformerBlock
+from scratchlm.model.cache import KVCache
+from scratchlm.model.layers import (
+    MLP,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SinusoidalPositions,
+    SwiGLU,
+)
+from scratchlm.model.rotary import RotaryEmbedding
+from scratchlm.model.transformer import TransformerLM
+from scratchlm.ops import OPS
+from scratchlm.ops.kernels.tiles import Spread, Tile, choose_spread, choose_tile, power_of_two
+
+MAX_ROWS = 4
+GREEDY_PARTS = 32  # programs per row that look for the greatest logit
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_not_fused(model: TransformerLM) -> str | None:
+    """Return why this model cannot take the fused step, or None when it can."""
+    config, weights = model.config, list(model.parameters())
+    if isinstance(config.ffn, kinds.MoE):
+        return "a mixture of experts"
+    if config.norm_placement != "pre":
+        return "post-norm blocks"
+    if model.ops is not OPS["fast"]:
+        return "ops other than 'fast'"
+    if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
+        return "weights that are not plain contiguous parameters"
+    if {weight.dtype for weight in weights} - {weights[0].dtype} or weights[0].dtype not in _DTYPES:
+        return "weights that are not all bfloat16, all float16 or all float32"
+    plain = {TransformerBlock, MultiHeadSelfAttention, RotaryEmbedding, RMSNorm, LayerNorm}
+    plain |= {SwiGLU, MLP, Linear, nn.Identity}
+    if any(type(module) not in plain for layer in model.layers for module in layer.modules()):
+        return "layers of another kind than ours"
+    return None
+
+
+class FusedStep:
+    """The buffers and the launches of one step for `model` and the rows of `cache`."""
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        cache: KVCache,
+        *,
+        pdl: bool = False,
+        greedy: bool = False,
+        tiles: Mapping[str, Tile] | None = None,
+        spread: Spread | None = None,
+    ) -> None:
+        reason = why_not_fused(model)
+        if reason is not None:
+            raise ValueError(f"the fused step does not take {reason}")
+        self.model, self.cache, self.greedy = model, cache, greedy
+        self.rows = rows = cache.batch_size
+        self.few = rows <= MAX_ROWS
+        self.pdl = pdl and self.few
+        self.tiles = dict(tiles or {})
+        self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
+        config, weight = model.config, model.token_embeddings.weight
+        self.dtype, device = weight.dtype, weight.device
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        own: dict[str, Any] = {"dtype": self.dtype, "device": device}
+        d_kv = config.num_kv_heads * config.d_head
+        if spread is None:
+            spread = choose_spread(cache.capacity, config.num_heads, rows, config.d_head)
+        self.spread = spread
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(rows, config.vocab_size, **wide)
+        self.x = torch.zeros(2, rows, config.d_model, **wide)  # one is read, the other written
+        self.h = torch.zeros(rows, config.d_model, **own)
+        self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
+        self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
+        self.a = torch.zeros(rows, config.num_heads * config.d_head, **own)
+        self.u = torch.zeros(rows, config.d_ff, **own)
+        shares = rows * config.num_heads * self.spread.splits * (config.d_head + 2)
+        self.partial = torch.zeros(shares, **wide)
+        self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
+        self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
+        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
+
+        self.kernels, self.attention = decode, decode_attention
+        self.interpreted = not hasattr(decode.embed, "warmup")  # Triton's interpreter, in tests
+
+    def run(self) -> None:
+        """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
+        self._embed()
+        if self.few:
+            for layer in self.layers:
+                self._few(layer)
+            self._project_few(
+                "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
+            )
+        else:
+            self._many()
+        if self.greedy:
+            self._choose_greatest()
+
+    def where_weights_are(self) -> tuple[int, ...]:
+        """Return addresses that change when the model is moved, cast or filled anew."""
+        first, last = self.layers[0], self.layers[-1]
+        modules = (self.model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head())
+        return tuple(module.weight.data_ptr() for module in modules)
+
+    def _head(self) -> Embedding | Linear:
+        return self.model.token_embeddings if self.model.lm_head is None else self.model.lm_head
+
+    # Launching
+
+    def _launch(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, first: bool = False
+    ) -> None:
+        options: dict[str, Any] = {}
+        if not self.interpreted:
+            # A kernel that starts before the one ahead has ended; the first of a step does not,
+            # so that it sees all that anybody wrote before the step.
+            options = {"num_warps": warps, "launch_pdl": self.pdl and not first}
+        kernel[grid](*args, **options)
+
+    def _embed(self) -> None:
+        config, positions = self.model.config, self.model.position_embeddings
+        table: Tensor | None = None
+        if isinstance(positions, SinusoidalPositions):
+            table = positions.table
+        elif positions is not None:
+            table = positions.weight
+        block = min(1024, power_of_two(config.d_model))
+        self._launch(
+            self.kernels.embed,
+            (self.rows, -(-config.d_model // block)),
+            self.ids,
+            self.model.token_embeddings.weight,
+            table,
+            self.lengths,
+            self.x[0],
+            config.vocab_size,
+            config.d_model,
+            block,
+            self.pdl,
+            first=True,
+        )
+
+    def _choose_greatest(self) -> None:
+        vocab = self.model.config.vocab_size
+        part = -(-vocab // GREEDY_PARTS)
+        self._launch(
+            self.kernels.greatest,
+            (GREEDY_PARTS, self.rows),
+            self.logits,
+            self.best,
+            self.tickets,
+            self.ids,
+            vocab,
+            part,
+            power_of_two(part),
+            GREEDY_PARTS,
+            self.pdl,
+        )
+
+    # Up to MAX_ROWS rows: matrix times vector
+
+    def _few(self, layer: Any) -> None:
+        attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
+        projections = [attn.q_proj, attn.k_proj, attn.v_proj]
+        self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
+        self._attend(attn, self.q, self.k, self.v)
+        self._project_add("out", x, self.a, attn.output_proj, y)
+        self._norm_gate(y, layer.ln2, ffn)
+        self._project_add("down", y, self.u, ffn.w2, x)
+
+    def _tile(self, kernel: str, rows: int, width: int) -> Tile:
+        size = self.dtype.itemsize
+        return self.tiles.get(kernel) or choose_tile(kernel, rows, width, size)
+
+    def _project_few(
+        self,
+        kernel: str,
+        x: Tensor,
+        norm: nn.Module,
+        linears: Sequence[Embedding | Linear],
+        outputs: list[Tensor],
+        advance: bool = False,
+    ) -> None:
+        weights = [linear.weight for linear in linears]
+        biases = [getattr(linear, "bias", None) for linear in linears]
+        sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
+        tile = self._tile(kernel, sum(sizes), width)
+        blocks = sum(-(-size // tile.rows) for size in sizes)
+        absent = 3 - len(linears)
+        kind, gain, shift, eps = self._norm(norm)
+        self._launch(
+            self.kernels.norm_project,
+            (-(-blocks // tile.tiles),),
+            *(x, gain, shift),
+            *(*weights, *[None] * absent),
+            *(*biases, *[None] * absent),
+            *(*outputs, *[None] * absent),
+            self.lengths if advance else None,
+            *(sizes + [0] * absent),
+            width,
+            eps,
+            kind,
+            biases[0] is not None,
+            self.rows,
+            tile.rows,
+            power_of_two(width),
+            tile.tiles,
+            self.pdl,
+            warps=tile.warps,
+        )
+
+    def _project_add(self, kernel: str, x: Tensor, v: Tensor, linear: Linear, y: Tensor) -> None:
+        rows, width = linear.weight.shape
+        tile = self._tile(kernel, rows, width)
+        self._launch(
+            self.kernels.project_add,
+            (-(-rows // (tile.rows * tile.tiles)),),
+            *(x, v, linear.weight, linear.bias, y),
+            *(rows, width, self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
+            warps=tile.warps,
+        )
+
+    def _norm_gate(self, x: Tensor, norm: nn.Module, ffn: SwiGLU | MLP) -> None:
+        rows, width = ffn.w1.weight.shape
+        tile = self._tile("gate" if isinstance(ffn, SwiGLU) else "up", rows, width)
+        kind, gain, shift, eps = self._norm(norm)
+        w3, b3 = (ffn.w3.weight, ffn.w3.bias) if isinstance(ffn, SwiGLU) else (None, None)
+        self._launch(
+            self.kernels.norm_gate,
+            (-(-rows // (tile.rows * tile.tiles)),),
+            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, self.u),
+            *(rows, width, eps, kind, self._activation(ffn), self.rows),
+            *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
+            warps=tile.warps,
+        )
+
+    def _activation(self, ffn: SwiGLU | MLP) -> int:
+        name = ffn.activation if isinstance(ffn, MLP) else "silu"
+        return self.kernels.ACTIVATIONS[name]
+
+    def _norm(self, norm: nn.Module) -> tuple[int, Tensor | None, Tensor | None, float]:
+        if isinstance(norm, RMSNorm):
+            return self.kernels.RMS_NORM, norm.weight, None, norm.eps
+        if isinstance(norm, LayerNorm):
+            return self.kernels.LAYER_NORM, norm.weight, norm.bias, norm.eps
+        return self.kernels.NO_NORM, None, None, 0.0
+
+    def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
+        cache, spread = self.cache, self.spread
+        rope, q_norm, k_norm = attn.rope, attn.q_norm, attn.k_norm
+        turn = self.attention.NO_ROPE
+        if rope is not None:
+            halves = rope.layout == "half"
+            turn = self.attention.HALF if halves else self.attention.INTERLEAVED
+        self._launch(
+            self.attention.attend,
+            (attn.num_heads, spread.splits, self.rows),
+            *(q, k, v),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            None if rope is None else rope.cos,
+            None if rope is None else rope.sin,
+            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
+            *(self.partial, self.tickets, self.a),
+            *(cache.capacity, attn.num_heads, attn.num_kv_heads),
+            *(attn.d_head, power_of_two(attn.d_head), spread.keys),
+            *(spread.splits, power_of_two(spread.splits)),
+            0.0 if q_norm is None else q_norm.eps,
+            q_norm is not None,
+            turn,
+            attn.sliding_window or 0,
+            attn.d_head**-0.5,
+            self.pdl,
+            warps=spread.warps,
+        )
+
+    # More rows: torch's matrix products, and the same attention
+
+    def _many(self) -> None:
+        delta: Tensor | None = None
+        for layer in self.layers:
+            attn, ffn = layer.attn, layer.ffn
+            h = self._add_norm(delta, layer.ln1)
+            q, k, v = (_linear(h, part) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+            self._attend(attn, q, k, v)
+            h = self._add_norm(_linear(self.a, attn.output_proj), layer.ln2)
+            up = _linear(h, ffn.w1)
+            factor = _linear(h, ffn.w3) if isinstance(ffn, SwiGLU) else None
+            self._launch(
+                self.kernels.gate,
+                (-(-up.numel() // 1024),),
+                *(up, factor, self.u, up.numel(), self._activation(ffn), 1024),
+            )
+            delta = _linear(self.u, ffn.w2)
+        h = self._add_norm(delta, self.model.ln_final)
+        self.logits.copy_(F.linear(h, self._head().weight))
+        self.lengths.add_(1)
+
+    def _add_norm(self, delta: Tensor | None, norm: nn.Module) -> Tensor:
+        width = self.h.shape[1]
+        kind, gain, shift, eps = self._norm(norm)
+        self._launch(
+            self.kernels.add_norm,
+            (self.rows,),
+            *(self.x[0], delta, gain, shift, self.h),
+            *(width, eps, kind, power_of_two(width)),
+        )
+        return self.h
+
+
+def _linear(x: Tensor, linear: Linear) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)

@@ -1,0 +1,67 @@
+"""How much of a matrix one program of a decoding kernel takes: measured, or by a rule.
+
+In flight at once on a multiprocessor must be about 30 KB (latency × bandwidth) to read at full
+speed, and more than twice that for the next kernel's weights to arrive while this one drains. A
+thread that holds 8 to 16 loads of 16 bytes, with at least two programs on each of about 130
+multiprocessors, gives that; the rule aims there. `python bench/decode.py --tune` measures
+candidates inside whole steps and prints lines for `MEASURED`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BYTES_PER_LOAD = 16
+PROGRAMS_WANTED = 264
+
+
+class Tile(NamedTuple):
+    """One program: `rows` matrix rows at a time, `tiles` such blocks one after another."""
+
+    rows: int
+    warps: int
+    tiles: int = 1
+
+
+class Spread(NamedTuple):
+    """Attention: the keys of a row go to `splits` programs, `keys` at a time."""
+
+    keys: int
+    warps: int
+    splits: int
+
+
+# (kernel, rows of all its matrices, width, bytes per element) -> Tile
+MEASURED: dict[tuple[str, int, int, int], Tile] = {}
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def choose_tile(kernel: str, rows: int, width: int, element_size: int) -> Tile:
+    """Return the tile for matrices of `rows` rows in all (W1 and W3 count as one)."""
+    known = MEASURED.get((kernel, rows, width, element_size))
+    if known is not None:
+        return known
+    row_bytes = power_of_two(width) * element_size
+    warps = 4 if row_bytes <= 8192 else 8
+    matrices = 2 if kernel == "gate" else 1
+    loads = matrices * max(row_bytes // (warps * 32 * BYTES_PER_LOAD), 1)
+    block = 1
+    while block < 16 and 2 * block * loads <= 8 and rows // (2 * block) >= PROGRAMS_WANTED:
+        block *= 2
+    return Tile(block, warps)
+
+
+def choose_spread(capacity: int, heads: int, rows: int, d_head: int) -> Spread:
+    """Return how attention over up to `capacity` keys is shared out.
+
+    Adding shares up costs a trip to memory and back, so short caches are not split.
+    """
+    keys = max(16, min(128, 8192 // power_of_two(d_head), power_of_two(capacity)))
+    if capacity <= 512:
+        return Spread(keys, 4, 1)
+    wanted = max(1, 4 * PROGRAMS_WANTED // (heads * rows))
+    return Spread(keys, 4, min(-(-capacity // 256), power_of_two(wanted), 64))
