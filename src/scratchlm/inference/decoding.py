@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scratchlm.inference.decoder import WORTH_RECORDING, GraphDecoder, why_not
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
@@ -160,6 +161,10 @@ class _Reader:
         self.model, self.context = model, model.config.context_length
         self.cache: KVCache | None = None
         self.starts: list[int] | None = None  # of the windows the cache holds
+        self.decoder: GraphDecoder | None = None
+        self.worth_recording = max(row.limit for row in rows) >= WORTH_RECORDING
+        # A recording is for one set of rows. Once rows have begun to end, more may soon follow.
+        self.plain_steps, self.patience = 0, 0
         if use_cache:
             capacity = max(row.num_prompt + row.limit for row in rows)
             with torch.inference_mode():
@@ -169,12 +174,24 @@ class _Reader:
         """Return the logits after every row's last token."""
         starts = [window_start(len(row.ids), self.context) for row in rows]
         if self.cache is not None and starts == self.starts:
-            return decode_one_token(self.model, [row.ids[-1] for row in rows], self.cache)
+            return self._decode([row.ids[-1] for row in rows], self.cache)
         self.starts = starts
         if self.cache is not None:
             self.cache.reset()
         windows = [row.ids[start:] for row, start in zip(rows, starts, strict=True)]
         return prefill(self.model, windows, self.cache)
+
+    def _decode(self, tokens: list[int], cache: KVCache) -> Float[Tensor, "batch vocab"]:
+        """Read one token of every row: by a recorded step on a GPU, where it pays."""
+        if self.decoder is None and self.worth_recording:
+            if why_not(self.model) is not None:
+                self.worth_recording = False
+            elif self.plain_steps >= self.patience:
+                self.decoder = GraphDecoder(self.model, cache)
+        if self.decoder is not None:
+            return self.decoder.step(tokens)
+        self.plain_steps += 1
+        return decode_one_token(self.model, tokens, cache)
 
     @torch.inference_mode()
     def keep(self, going: list[int]) -> None:
@@ -182,6 +199,7 @@ class _Reader:
         if self.cache is not None and self.starts is not None:
             self.cache.select_rows(torch.tensor(going, device=self.cache.keys.device))
             self.starts = [self.starts[i] for i in going]
+            self.decoder, self.plain_steps, self.patience = None, 0, WORTH_RECORDING
 
 
 @torch.inference_mode()

@@ -1,0 +1,172 @@
+"""The recorded step equals the model, and leaves the cache as the model would.
+
+Without a GPU the kernels run one by one in Triton's interpreter; on one, recorded as a graph.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from scratchlm.inference import generate
+from scratchlm.inference.decoder import GraphDecoder, why_not
+from scratchlm.inference.sampling import GREEDY
+from scratchlm.model.fused import why_not_fused
+from scratchlm.ops.kernels.tiles import Spread, Tile
+from tiny_models import FAMILIES, build, ids
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# Few programs: the interpreter takes milliseconds for each.
+TILES = {name: Tile(16, 4) for name in ("qkv", "out", "gate", "up", "down", "head")}
+TAKEN = [name for name in FAMILIES if name not in ("mixtral", "post-norm")]
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+
+
+def make(family, dtype=torch.float32, layers=1):
+    config = FAMILIES[family].replace(num_layers=layers)
+    return build(config, dtype=dtype).to(DEVICE)
+
+
+def decoder_for(model, cache, **options):
+    options = {"tiles": TILES, "graph": CUDA, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # recording must not fall back
+        return GraphDecoder(model, cache, **options)
+
+
+def filled(model, rows, tokens, capacity=13):
+    """Return a cache that holds six tokens of every row, fewer in row 1."""
+    cache = model.new_cache(rows, capacity)
+    mask = None
+    if rows > 1:
+        mask = torch.ones(rows, 6, dtype=torch.bool, device=DEVICE)
+        mask[1, :4] = False
+    model(tokens[:, :6], cache=cache, attention_mask=mask)
+    return cache
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("family", TAKEN)
+@torch.inference_mode()
+def test_steps_equal_the_model(family, rows):
+    model, tokens = make(family), ids(rows, 9).to(DEVICE)
+    cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)
+    spread = Spread(4, 4, 2) if family in ("llama", "mistral") else None
+    decoder = decoder_for(model, cache, spread=spread)
+    for i in (6, 7):
+        logits = decoder.step(tokens[:, i])
+        expected = model(tokens[:, i : i + 1], cache=expected_cache)[:, 0]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    assert cache.length == expected_cache.length
+    assert cache.lengths.tolist() == expected_cache.lengths.tolist()
+    torch.testing.assert_close(cache.keys, expected_cache.keys, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cache.values, expected_cache.values, atol=1e-5, rtol=1e-4)
+    # and the model reads on from there
+    got, wanted = (model(tokens[:, 8:], cache=c) for c in (cache, expected_cache))
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_two_layers_in_bfloat16_are_as_near_to_float64_as_the_model_is():
+    model, tokens = make("qwen3", torch.bfloat16, layers=2), ids(1, 9).to(DEVICE)
+    exact = build(FAMILIES["qwen3"], dtype=torch.bfloat16).double().to(DEVICE)
+    truth = exact(tokens[:, :8])[:, -1]
+    cache, plain = filled(model, 1, tokens), filled(model, 1, tokens)
+    decoder = decoder_for(model, cache)
+    for i in (6, 7):
+        logits = decoder.step(tokens[:, i])
+        own = model(tokens[:, i : i + 1], cache=plain)[:, 0]
+    error, own_error = ((x.double() - truth).norm() / truth.norm() for x in (logits, own))
+    assert error < 1.5 * own_error + 1e-3
+    assert error < 2e-2
+
+
+@torch.inference_mode()
+def test_the_decoder_follows_the_cache_and_the_weights_wherever_they_go():
+    model, tokens = make("llama"), ids(2, 9).to(DEVICE)
+    cache, plain = filled(model, 2, tokens), filled(model, 2, tokens)
+    decoder = decoder_for(model, cache)
+
+    def both(column):
+        got = decoder.step(column).clone()
+        wanted = model(column[:, None], cache=plain)[:, 0]
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+    both(tokens[:, 6])
+    for kept in (cache, plain):
+        kept.select_rows(torch.tensor([1], device=DEVICE))  # other memory, fewer rows
+    both(tokens[:1, 7])
+    for kept in (cache, plain):
+        kept.reset()
+        model(tokens[:1, :3], cache=kept)
+    both(tokens[:1, 3])
+    model.lm_head.weight.data.mul_(2)  # in place: a recording sees it
+    both(tokens[:1, 4])
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.01  # elsewhere: recorded anew
+    both(tokens[:1, 5])
+
+
+@torch.inference_mode()
+def test_greedy_steps_feed_themselves():
+    model, tokens = make("plain"), ids(2, 6).to(DEVICE)
+    cache, plain = filled(model, 2, tokens), filled(model, 2, tokens)
+    decoder = decoder_for(model, cache, greedy=True)
+    column = tokens[:, 0]
+    decoder.step(column)
+    for _ in range(2):
+        column = model(column[:, None], cache=plain)[:, 0].argmax(dim=-1)
+        assert decoder.ids.tolist() == column.tolist()
+        decoder.step(None)
+
+
+@torch.inference_mode()
+def test_a_full_cache_and_a_wrong_batch_are_refused_in_one_line():
+    model, tokens = make("plain"), ids(1, 6).to(DEVICE)
+    decoder = decoder_for(model, filled(model, 1, tokens, capacity=6))
+    with pytest.raises(ValueError, match="the cache has room for 6 tokens"):
+        decoder.step([3])
+    decoder = decoder_for(model, filled(model, 1, tokens))
+    with pytest.raises(ValueError, match="one token of each of 1 rows"):
+        decoder.step([3, 4])
+    assert decoder.cache.length == 6
+
+
+def test_what_it_cannot_take_has_a_reason():
+    assert why_not_fused(build(FAMILIES["mixtral"], dtype=torch.float32)) == "a mixture of experts"
+    assert why_not_fused(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
+    assert "float32" in why_not_fused(build(FAMILIES["plain"], dtype=torch.float64))
+    assert "ops" in why_not_fused(build(FAMILIES["plain"], "reference", dtype=torch.float32))
+    assert why_not(build(FAMILIES["plain"], dtype=torch.float32)) == "a model on cpu"
+    model = build(FAMILIES["mixtral"], dtype=torch.float32)
+    with pytest.raises(ValueError, match="does not take a mixture of experts"):
+        GraphDecoder(model, model.new_cache(1), graph=False, pdl=False)
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", TAKEN)
+@pytest.mark.parametrize("rows", [1, 3, 7])
+@torch.inference_mode()
+def test_with_and_without_early_starts_and_recording_it_is_the_same(family, rows):
+    model, tokens = make(family, layers=2), ids(rows, 9).to(DEVICE)
+    found = []
+    for options in ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False}):
+        decoder = decoder_for(model, filled(model, rows, tokens), tiles=None, **options)
+        found.append(torch.stack([decoder.step(tokens[:, i]).clone() for i in (6, 7, 8)]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=0, rtol=0)
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11]]])
+def test_fifty_greedy_tokens_are_those_of_the_plain_path(prompts, monkeypatch):
+    torch.manual_seed(0)
+    config = FAMILIES["llama"].replace(context_length=64, d_model=128, d_ff=320, vocab_size=500)
+    model = build(config, dtype=torch.float32).cuda()
+    fast = generate(model, prompts, max_new_tokens=50, sampling=GREEDY)
+    monkeypatch.setattr("scratchlm.inference.decoding.why_not", lambda model: "asked not to")
+    plain = generate(model, prompts, max_new_tokens=50, sampling=GREEDY)
+    assert [row.token_ids for row in fast] == [row.token_ids for row in plain]
