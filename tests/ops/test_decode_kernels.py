@@ -1,6 +1,10 @@
 """The decoding kernels, each against the formula in float64, at sizes that fit no block."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,3 +193,19 @@ def test_the_rules_give_what_the_kernels_can_take():
         spread = choose_spread(capacity, 16, 1, 128)
         assert spread.keys == power_of_two(spread.keys)
         assert 1 <= spread.splits <= 64
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
+def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
+    program = Path(__file__).with_name("compile_decode.py")
+    paths = os.pathsep.join(sys.path)
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(program), family], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
+    for name, early, _ in found:
+        if name in ("norm_project", "norm_gate", "project_add"):
+            assert int(early) >= 2, found

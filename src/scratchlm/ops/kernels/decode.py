@@ -21,6 +21,9 @@ RMSNorm is taken out of the product, W (g ⊙ x / rms) = (W (g ⊙ x)) / rms, so
 and the product are reduced side by side instead of one after the other.
 """
 
+# mypy: disallow_untyped_defs=False
+# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+
 from __future__ import annotations
 
 import triton
@@ -58,14 +61,15 @@ def _vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _centre(x, gain, shift, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
     """Return (v, s) with norm(x) = v · s, s a number."""
-    if NORM == 0:
-        return x, 1.0
+    scale = 1.0
     if NORM == 1:
-        return x * gain, tl.rsqrt(tl.sum(x * x, 0) / K + EPS)
-    inside = tl.arange(0, x.shape[0]) < K
-    centred = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 0) / K + EPS)
-    return centred * scale * gain + shift, 1.0
+        scale = tl.rsqrt(tl.sum(x * x, 0) / K + EPS)
+        x = x * gain
+    elif NORM == 2:
+        inside = tl.arange(0, x.shape[0]) < K
+        x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / K + EPS) * gain + shift
+    return x, scale
 
 
 @triton.jit
@@ -87,13 +91,15 @@ def _product(weights, vector):
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
-        return x * tl.sigmoid(x)
-    if ACTIVATION == 1:
-        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    if ACTIVATION == 2:
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == 1:
+        y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 2:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x * tl.sigmoid(2.0 * inner)  # (1 + tanh z) / 2 = σ(2z)
-    return tl.maximum(x, 0.0)
+        y = x * tl.sigmoid(2.0 * inner)  # (1 + tanh z) / 2 = σ(2z)
+    else:
+        y = tl.maximum(x, 0.0)
+    return y
 
 
 @triton.jit
@@ -197,13 +203,12 @@ def _choose(
     BLOCK_N: tl.constexpr,
 ):
     """Return the first row of a block, the rows of its matrix (0 past the last), its pointer."""
-    if N1 == 0:
-        return block * BLOCK_N, N0, p0
     first, N, pointer = block * BLOCK_N, N0, p0
-    if block >= BLOCKS0 + BLOCKS1:
-        first, N, pointer = (block - BLOCKS0 - BLOCKS1) * BLOCK_N, N2, p2
-    elif block >= BLOCKS0:
-        first, N, pointer = (block - BLOCKS0) * BLOCK_N, N1, p1
+    if N1 > 0:  # else there is one matrix
+        if block >= BLOCKS0 + BLOCKS1:
+            first, N, pointer = (block - BLOCKS0 - BLOCKS1) * BLOCK_N, N2, p2
+        elif block >= BLOCKS0:
+            first, N, pointer = (block - BLOCKS0) * BLOCK_N, N1, p1
     return first, N, pointer
 
 

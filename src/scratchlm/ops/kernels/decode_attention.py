@@ -14,6 +14,9 @@ How long each row is stands in device memory, so a recorded graph goes on being 
 The first block of old keys and values is asked for before the wait: earlier steps wrote it.
 """
 
+# mypy: disallow_untyped_defs=False
+# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+
 from __future__ import annotations
 
 import triton
@@ -47,25 +50,25 @@ def _turned(
     if QK_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
         x = x * scale * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
-    if ROPE == 0:
-        return x
-    # The other channel of the pair is read again from memory: no shuffle, and one code for both
-    # layouts.
-    if ROPE == 1:
-        is_first = d < D // 2
-        other = tl.where(is_first, d + D // 2, d - D // 2)
-        pair = tl.where(is_first, d, d - D // 2)
-    else:
-        is_first = d % 2 == 0
-        other = d ^ 1
-        pair = d // 2
-    partner = tl.load(head + other, mask=inside, other=0.0).to(tl.float32)
-    if QK_NORM:
-        partner = partner * scale * tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
-    angle = place * (D // 2) + pair
-    c = tl.load(cos + angle, mask=inside, other=0.0)
-    s = tl.load(sin + angle, mask=inside, other=0.0)
-    return x * c + tl.where(is_first, -partner, partner) * s
+    if ROPE != 0:
+        # The other channel of the pair is read again from memory: no shuffle, and one code for
+        # both layouts.
+        if ROPE == 1:
+            is_first = d < D // 2
+            other = tl.where(is_first, d + D // 2, d - D // 2)
+            pair = tl.where(is_first, d, d - D // 2)
+        else:
+            is_first = d % 2 == 0
+            other = d ^ 1
+            pair = d // 2
+        partner = tl.load(head + other, mask=inside, other=0.0).to(tl.float32)
+        if QK_NORM:
+            partner *= scale * tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
+        angle = place * (D // 2) + pair
+        c = tl.load(cos + angle, mask=inside, other=0.0)
+        s = tl.load(sin + angle, mask=inside, other=0.0)
+        x = x * c + tl.where(is_first, -partner, partner) * s
+    return x
 
 
 @triton.jit

@@ -1,0 +1,251 @@
+"""Parts of bench/decode.py: each kernel of a step alone, and the measuring of tile sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from results import table
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.inference.decoder import GraphDecoder
+from scratchlm.model.fused import FusedStep
+from scratchlm.ops.kernels.tiles import Spread, Tile, choose_tile, power_of_two
+
+# Enough layers that the caches of the chip do not hold their weights.
+TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}
+REPLAYS = 20
+
+
+def recorded(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int = REPLAYS) -> float:
+    """Best of three means over `repeats` replays."""
+    best = float("inf")
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / repeats)
+    return best
+
+
+# Each kernel alone
+
+
+@torch.inference_mode()
+def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
+    from decode import PROMPT, STEPS, build
+
+    rows = []
+    for name, config in shapes.items():
+        model = build(config)
+        step = FusedStep(model, model.new_cache(1, PROMPT + STEPS), pdl=True, greedy=True)
+        length = PROMPT + STEPS // 2
+        step.lengths.fill_(length)
+        whole = 0.0
+        for part, (work, count, read) in _parts(step, config, length).items():
+            seconds = replay_seconds(recorded(work)) / count
+            step.lengths.fill_(length)
+            step.ids.zero_()
+            whole += seconds * (config.num_layers if count > 1 else 1)
+            rows.append(
+                [
+                    name,
+                    part,
+                    f"{1e6 * seconds:.2f}",
+                    f"{1e6 * read / rate:.2f}",
+                    f"{read / seconds / 1e12:.2f}",
+                ]
+            )
+        # replays advance the lengths; the cache has room for them
+        graph = recorded(step.run)
+        step.lengths.fill_(PROMPT)
+        seconds = replay_seconds(graph)
+        rows.append([name, "sum of the parts", f"{1e6 * whole:.0f}", "", ""])
+        rows.append([name, "the whole step", f"{1e6 * seconds:.0f}", "", ""])
+        print(table(["shape", "kernel", "us", "floor", "TB/s"], rows[-8:]), flush=True)
+        del model, step
+    return "Each kernel repeated over all layers, early starts on:\n\n" + table(
+        ["shape", "kernel", "µs", "floor, µs", "TB/s"], rows
+    )
+
+
+Part = tuple[Callable[[], object], int, float]
+
+
+def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]:
+    d, heads = config.d_model, config.num_heads * config.d_head
+    kv = config.num_kv_heads * config.d_head
+    x, y = step.x
+    layers, many = step.layers, config.num_layers
+
+    def each(work: Callable[[torch.nn.Module], object]) -> Callable[[], object]:
+        return lambda: [work(layer) for layer in layers]
+
+    def qkv(layer) -> None:  # type: ignore[no-untyped-def]
+        attn = layer.attn
+        matrices = [attn.q_proj, attn.k_proj, attn.v_proj]
+        step._project_few("qkv", x, layer.ln1, matrices, [step.q, step.k, step.v])
+
+    def head() -> None:
+        step._project_few("head", x, step.model.ln_final, [step._head()], [step.logits])
+
+    return {
+        "norm, q k v": (each(qkv), many, 2 * d * (heads + 2 * kv)),
+        "attention": (
+            each(lambda layer: step._attend(layer.attn, step.q, step.k, step.v)),
+            many,
+            4 * kv * length,
+        ),
+        "out, add": (
+            each(lambda layer: step._project_add("out", x, step.a, layer.attn.output_proj, y)),
+            many,
+            2 * heads * d,
+        ),
+        "norm, gate": (
+            each(lambda layer: step._norm_gate(y, layer.ln2, layer.ffn)),
+            many,
+            4 * d * config.d_ff,
+        ),
+        "down, add": (
+            each(lambda layer: step._project_add("down", y, step.u, layer.ffn.w2, x)),
+            many,
+            2 * d * config.d_ff,
+        ),
+        "norm, head": (head, 1, 2 * d * config.vocab_size),
+    }
+
+
+# Tile sizes
+
+
+def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
+    """Tiles worth a try: 2 to 32 loads of 16 bytes per thread, enough programs for the chip."""
+    found = []
+    for warps in (2, 4, 8):
+        per_row = power_of_two(width) * 2 // (warps * 32 * 16) * (2 if kernel == "gate" else 1)
+        for block in (1, 2, 4, 8, 16):
+            for tiles in (1, 2, 3, 4):
+                loads, programs = per_row * block, -(-rows // (block * tiles))
+                in_flight = loads * min(tiles, 2)
+                if per_row and 2 <= loads <= 16 and in_flight <= 24 and programs >= 130:
+                    found.append(Tile(block, warps, tiles))
+    return found
+
+
+def spreads(config: ModelConfig) -> list[Spread]:
+    widest = 8192 // power_of_two(config.d_head)
+    return [
+        Spread(keys, warps, splits)
+        for splits in (1, 2, 4, 8)
+        for keys in (32, 64, 128, 256)
+        for warps in (1, 2, 4, 8)
+        if keys <= 2 * widest and 32 <= keys * splits <= 512 and keys // warps in (16, 32, 64)
+    ]
+
+
+@torch.inference_mode()
+def tune(shapes: dict[str, ModelConfig], seconds: int) -> None:
+    """Improve one kernel's tile after another by the time of whole steps; print what won."""
+    from decode import build
+
+    lines = []
+    for name, config in shapes.items():
+        deadline = time.perf_counter() + seconds / len(shapes)
+        lines += _tune_one(name, config, build, deadline)
+    print("\n# for MEASURED in ops/kernels/tiles.py")
+    print("\n".join(lines))
+
+
+def _tune_one(
+    name: str, config: ModelConfig, build: Callable[[ModelConfig], TransformerLM], deadline: float
+) -> list[str]:
+    layers = min(TUNED_LAYERS[name], config.num_layers)
+    model = build(config.replace(num_layers=layers))
+    kv, q = config.num_kv_heads * config.d_head, config.num_heads * config.d_head
+    sizes = {
+        "gate": (config.d_ff, config.d_model),
+        "qkv": (q + 2 * kv, config.d_model),
+        "down": (config.d_model, config.d_ff),
+        "out": (config.d_model, q),
+        "head": (config.vocab_size, config.d_model),
+    }
+    best = {kernel: choose_tile(kernel, *size, 2) for kernel, size in sizes.items()}
+    spread: Spread | None = None
+    cache = model.new_cache(1, 320)
+
+    def measured(tiles: dict[str, Tile], spread: Spread | None) -> float:
+        try:
+            decoder = GraphDecoder(model, cache, tiles=tiles, spread=spread)
+            cache.length = 192
+            decoder.step([1])
+            assert decoder._recorded is not None
+            return replay_seconds(decoder._recorded)
+        except Exception as error:
+            print(f"  {tiles} {spread}: {type(error).__name__}: {str(error)[:100]}")
+            return float("inf")
+        finally:
+            cache.reset()
+
+    def compile_ahead(tiles: dict[str, Tile], spread: Spread | None) -> None:
+        if time.perf_counter() < deadline:
+            FusedStep(model, model.new_cache(1, 320), pdl=True, tiles=tiles, spread=spread).run()
+
+    time_now = first = measured(best, spread)
+    print(f"{name}, {layers} layers: {1e6 * first:.0f} us by the rule", flush=True)
+    trials: dict[str, list[object]] = {
+        kernel: list(candidates(kernel, *size)) for kernel, size in sizes.items()
+    }
+    trials["attention"] = list(spreads(config))
+    for kernel, tries in trials.items():
+        settings = []
+        for trial in tries:
+            if isinstance(trial, Spread):
+                settings.append((best, trial))
+            else:
+                settings.append(({**best, kernel: trial}, spread))
+        with ThreadPoolExecutor(8) as pool, torch.inference_mode():
+            list(pool.map(lambda setting: _quietly(compile_ahead, *setting), settings))
+        torch.cuda.synchronize()
+        found = []
+        for tiles, spread_ in settings:
+            if time.perf_counter() > deadline:
+                break
+            found.append((measured(tiles, spread_), tiles, spread_))
+        found.sort(key=lambda item: item[0])
+        shown = [f"{tuple(t[kernel]) if kernel in t else s} {1e6 * us:.0f}" for us, t, s in found]
+        print(f"  {kernel}: {'; '.join(map(str, shown[:4]))}; worst {shown[-1:]}", flush=True)
+        if found and found[0][0] < 0.997 * time_now:
+            time_now, best, spread = found[0]
+    print(f"{name}: {1e6 * first:.0f} -> {1e6 * time_now:.0f} us; spread {spread}", flush=True)
+    return [
+        f'    ("{kernel}", {rows}, {width}, 2): Tile{tuple(best[kernel])},'
+        for kernel, (rows, width) in sizes.items()
+    ] + [f"    # {name}: {spread}"]
+
+
+def _quietly(work: Callable[..., object], *args: object) -> None:
+    try:
+        with torch.inference_mode():
+            work(*args)
+    except Exception as error:
+        print(f"  {args}: {type(error).__name__}: {str(error)[:100]}")
