@@ -144,10 +144,10 @@ def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
     for warps in (2, 4, 8):
         per_row = power_of_two(width) * 2 // (warps * 32 * 16) * (2 if kernel == "gate" else 1)
         for block in (1, 2, 4, 8, 16):
-            for tiles in (1, 2, 3, 4):
+            for tiles in (1, 2, 4):
                 loads, programs = per_row * block, -(-rows // (block * tiles))
                 in_flight = loads * min(tiles, 2)
-                if per_row and 2 <= loads <= 16 and in_flight <= 24 and programs >= 130:
+                if per_row and 4 <= loads <= 16 and in_flight <= 24 and programs >= 130:
                     found.append(Tile(block, warps, tiles))
     return found
 
@@ -159,7 +159,7 @@ def spreads(config: ModelConfig) -> list[Spread]:
         for splits in (1, 2, 4, 8)
         for keys in (32, 64, 128, 256)
         for warps in (1, 2, 4, 8)
-        if keys <= 2 * widest and 32 <= keys * splits <= 512 and keys // warps in (16, 32, 64)
+        if keys <= 2 * widest and 128 <= keys * splits <= 512 and keys // warps in (16, 32)
     ]
 
 
@@ -240,7 +240,7 @@ def _tune_one(
     return [
         f'    ("{kernel}", {rows}, {width}, 2): Tile{tuple(best[kernel])},'
         for kernel, (rows, width) in sizes.items()
-    ] + [f"    # {name}: {spread}"]
+    ] + [f"    # MEASURED_SPREADS, {name}, d_head {config.d_head}: {spread}"]
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:

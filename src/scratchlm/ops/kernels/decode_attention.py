@@ -30,43 +30,45 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _pairs(D: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr):
+    """Return each channel's partner, the pair they form, and whether it is the pair's first."""
+    d = tl.arange(0, BLOCK_D)
+    if ROPE == 1:
+        is_first = d < D // 2
+        partner = tl.where(is_first, d + D // 2, d - D // 2)
+        pair = tl.where(is_first, d, d - D // 2)
+    else:
+        is_first = d % 2 == 0
+        partner = d ^ 1
+        pair = d // 2
+    return partner, pair, is_first
+
+
+@triton.jit
+def _channels(head, channel, inside):
+    return tl.load(head + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _turned(
-    head,
+    x,
+    partner,
     gain,
-    cos,
-    sin,
-    place,
+    partner_gain,
+    c,
+    s,
+    is_first,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     EPS: tl.constexpr,
     QK_NORM: tl.constexpr,
     ROPE: tl.constexpr,
 ):
     """Return one head's query or key, normed and turned to its place, in float32."""
-    d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    x = tl.load(head + d, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0
     if QK_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
-        x = x * scale * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
+        x = x * scale * gain
+        partner = partner * scale * partner_gain
     if ROPE != 0:
-        # The other channel of the pair is read again from memory: no shuffle, and one code for
-        # both layouts.
-        if ROPE == 1:
-            is_first = d < D // 2
-            other = tl.where(is_first, d + D // 2, d - D // 2)
-            pair = tl.where(is_first, d, d - D // 2)
-        else:
-            is_first = d % 2 == 0
-            other = d ^ 1
-            pair = d // 2
-        partner = tl.load(head + other, mask=inside, other=0.0).to(tl.float32)
-        if QK_NORM:
-            partner *= scale * tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
-        angle = place * (D // 2) + pair
-        c = tl.load(cos + angle, mask=inside, other=0.0)
-        s = tl.load(sin + angle, mask=inside, other=0.0)
         x = x * c + tl.where(is_first, -partner, partner) * s
     return x
 
@@ -139,24 +141,35 @@ def attend(
     own = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
     k_block = _block(keys + own, begin, end, D, BLOCK_T, BLOCK_D)
     v_block = _block(values + own, begin, end, D, BLOCK_T, BLOCK_D)
+    partner, pair, is_first = _pairs(D, BLOCK_D, ROPE)
+    c, s, qg, kg, qg_, kg_ = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    if ROPE != 0:
+        c = _channels(cos, length * (D // 2) + pair, inside)
+        s = _channels(sin, length * (D // 2) + pair, inside)
+    if QK_NORM:
+        qg, qg_ = _channels(q_gain, d, inside), _channels(q_gain, partner, inside)
+        kg, kg_ = _channels(k_gain, d, inside), _channels(k_gain, partner, inside)
     _ready(PDL)
 
-    query = _turned(
-        q + (row * HEADS + head) * D, q_gain, cos, sin, length, D, BLOCK_D, EPS, QK_NORM, ROPE
-    )
+    # All loads before the first sum. A partner is read from memory, not shuffled: one code for
+    # both layouts of the rotation.
+    q_head = q + (row * HEADS + head) * D
     new = (row * KV_HEADS + kv_head) * D
-    new_key = _turned(k + new, k_gain, cos, sin, length, D, BLOCK_D, EPS, QK_NORM, ROPE)
-    new_key = new_key.to(keys.dtype.element_ty)  # as the cache will give it back
+    query, query_ = _channels(q_head, d, inside), _channels(q_head, partner, inside)
+    new_key, new_key_ = _channels(k + new, d, inside), _channels(k + new, partner, inside)
     new_value = tl.load(v + new + d, mask=inside, other=0.0).to(values.dtype.element_ty)
-    is_first = split == 0
-    writes = inside & is_first & (head % (HEADS // KV_HEADS) == 0)
+    query = _turned(query, query_, qg, qg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
+    new_key = _turned(new_key, new_key_, kg, kg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
+    new_key = new_key.to(keys.dtype.element_ty)  # as the cache will give it back
+    holds_new = split == 0
+    writes = inside & holds_new & (head % (HEADS // KV_HEADS) == 0)
     tl.store(keys + own + length * D + d, new_key, mask=writes)
     tl.store(values + own + length * D + d, new_value, mask=writes)
 
     query *= SCALE
-    top = tl.where(is_first, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
-    total = tl.where(is_first, 1.0, 0.0)
-    acc = tl.where(is_first, new_value.to(tl.float32), 0.0)
+    top = tl.where(holds_new, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
+    total = tl.where(holds_new, 1.0, 0.0)
+    acc = tl.where(holds_new, new_value.to(tl.float32), 0.0)
     top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T)
     for start in range(begin + BLOCK_T, end, BLOCK_T):
         k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)

@@ -33,6 +33,8 @@ class Spread(NamedTuple):
 
 # (kernel, rows of all its matrices, width, bytes per element) -> Tile
 MEASURED: dict[tuple[str, int, int, int], Tile] = {}
+# (d_head, keys the rule would take) -> Spread, for one row and a cache of up to three blocks
+MEASURED_SPREADS: dict[tuple[int, int], Spread] = {}
 
 
 def power_of_two(number: int) -> int:
@@ -58,10 +60,15 @@ def choose_tile(kernel: str, rows: int, width: int, element_size: int) -> Tile:
 def choose_spread(capacity: int, heads: int, rows: int, d_head: int) -> Spread:
     """Return how attention over up to `capacity` keys is shared out.
 
-    Adding shares up costs a trip to memory and back, so short caches are not split.
+    A program holds its first block of keys and values in registers before the query is known, and
+    every further block costs a wait of its own; but adding shares up costs a trip to memory and
+    back, so a cache of up to three blocks is not split.
     """
-    keys = max(16, min(128, 8192 // power_of_two(d_head), power_of_two(capacity)))
-    if capacity <= 512:
-        return Spread(keys, 4, 1)
+    keys = max(16, min(256, 16_384 // power_of_two(d_head), power_of_two(capacity)))
+    if capacity <= 3 * keys:
+        if rows == 1 and (d_head, keys) in MEASURED_SPREADS:
+            return MEASURED_SPREADS[d_head, keys]
+        return Spread(keys, 8 if keys * d_head >= 8192 else 4, 1)
+    keys = max(16, keys // 2)
     wanted = max(1, 4 * PROGRAMS_WANTED // (heads * rows))
-    return Spread(keys, 4, min(-(-capacity // 256), power_of_two(wanted), 64))
+    return Spread(keys, 4, min(-(-capacity // keys), power_of_two(wanted), 64))
