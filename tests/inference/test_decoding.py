@@ -7,7 +7,15 @@ import torch
 
 from inference.test_sampling import SAMPLINGS
 from inference.tiny import END, Scripted, byte_tokenizer, tiny_model
-from scratchlm.inference import GREEDY, Sampling, generate, stream
+from scratchlm.inference import (
+    GREEDY,
+    Sampling,
+    decode_one_token,
+    decoding,
+    generate,
+    prefill,
+    stream,
+)
 from scratchlm.inference.decoding import window_start
 from tiny_models import FAMILIES, build
 
@@ -42,6 +50,25 @@ def test_every_family_generates_the_same_with_and_without_cache(name):
     assert tokens(cached) == tokens(
         generate(model, [[1, 2], [3, 4, 5, 6]], max_new_tokens=12, seed=0, use_cache=False)
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "mixtral"])
+def test_rows_of_very_different_lengths_are_read_one_by_one_with_the_same_result(name, monkeypatch):
+    model = build(FAMILIES[name])
+    context = model.config.context_length
+    rows = [[i % 7 + 1 for i in range(n)] for n in (context - 4, 2, 1)]
+    for settled in (False, True):  # the second time, into a cache that holds something
+        results = []
+        for limit in (0, 10**9):
+            monkeypatch.setattr(decoding, "TOKENS_PER_READING", limit)
+            cache = model.new_cache(3)
+            if settled:
+                prefill(model, [[3], [4, 5], [6]], cache)
+            logits = prefill(model, [row[: context - 5] for row in rows], cache)
+            after = decode_one_token(model, [1, 2, 3], cache)
+            results.append((logits, after, cache.lengths))
+        for one_by_one, padded in zip(*results, strict=True):
+            torch.testing.assert_close(one_by_one, padded, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_may_be_sampled_each_in_its_own_way():

@@ -30,6 +30,9 @@ from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling, Seen, sample, uniform
 from scratchlm.model import KVCache, TransformerLM
 
+# A CPU reads the weights of a large model once in the time it computes about this many tokens.
+TOKENS_PER_READING = 16
+
 
 @torch.inference_mode()
 def prefill(
@@ -39,12 +42,28 @@ def prefill(
     device = model.token_embeddings.weight.device
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
+    if device.type == "cpu" and sum(padding) > TOKENS_PER_READING * len(rows):
+        return _prefill_one_by_one(model, rows, cache)
     ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(padding, rows, strict=True)])
     mask = None
     if any(padding):  # on the left, so that every row ends in the last column
         mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).to(device)
     hidden = model.hidden(ids.to(device), cache=cache, attention_mask=mask)
     return model.head(hidden[:, -1])
+
+
+def _prefill_one_by_one(
+    model: TransformerLM, rows: Sequence[Sequence[int]], cache: KVCache | None
+) -> Float[Tensor, "batch vocab"]:
+    """Read every row alone: the weights once more for each, and no padding."""
+    apart = [None] * len(rows) if cache is None else cache.apart()
+    last = [
+        model.hidden(torch.tensor([row]), cache=own)[:, -1]
+        for row, own in zip(rows, apart, strict=True)
+    ]
+    if cache is not None:
+        cache.rejoin([own for own in apart if own is not None])
+    return model.head(torch.cat(last))
 
 
 @torch.inference_mode()

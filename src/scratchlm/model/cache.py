@@ -11,6 +11,8 @@ it would be alone. One forward of the model does
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -97,7 +99,7 @@ class KVCache:
     @property
     def mask(self) -> CausalMask:
         """Who sees whom among the reserved tokens and those kept."""
-        return CausalMask(start=self.length, slots=self._slots)
+        return CausalMask(self.length, self._slots, slots_are_real=self._real is None)
 
     def update(
         self,
@@ -106,22 +108,39 @@ class KVCache:
         values: Float[Tensor, "batch kv_heads seq d"],
     ) -> tuple[Float[Tensor, "batch kv_heads all d"], Float[Tensor, "batch kv_heads all d"]]:
         """Write the new keys and values of one layer; return all of that layer, old and new."""
-        for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
+        every = self.keys[layer], self.values[layer]  # (batch, kv_heads, capacity, d)
+        for kept, new in zip(every, (keys, values), strict=True):
             new = new.to(kept.dtype)
             if self._slots is None:
-                kept[:, :, self.length : self._next_length] = new
+                kept.narrow(2, self.length, new.shape[2]).copy_(new)
             elif self._real is None:
-                row = torch.arange(self.batch_size, device=kept.device)[:, None]
-                kept[row, :, self._slots] = new.transpose(1, 2)
+                index = self._slots[:, None, :, None].expand_as(new)
+                kept.scatter_(2, index, new)
             else:
                 row, column = self._real
                 kept[row, :, self._slots[row, column]] = new[row, :, column]
-        stop = self._next_length
-        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+        return every[0].narrow(2, 0, self._next_length), every[1].narrow(2, 0, self._next_length)
 
     def advance(self) -> None:
         """Count the reserved tokens as kept."""
         self.length, self._row_lengths = self._next_length, self._next_row_lengths
+
+    def apart(self) -> list[KVCache]:
+        """Lend every row as a cache of its own, over the same memory; `rejoin` takes them back."""
+        rows = []
+        for i, length in enumerate(self.lengths.tolist()):
+            row = copy.copy(self)
+            row.keys, row.values = self.keys[:, i : i + 1], self.values[:, i : i + 1]
+            row.batch_size, row.length, row._row_lengths = 1, length, None
+            rows.append(row)
+        return rows
+
+    def rejoin(self, rows: list[KVCache]) -> None:
+        """Count as kept what was written to the rows one by one."""
+        lengths = [row.length for row in rows]
+        self.length, self._row_lengths = max(lengths), None
+        if min(lengths) < self.length:
+            self._row_lengths = torch.tensor(lengths, device=self.keys.device)
 
     def select_rows(self, rows: Int[Tensor, " new_batch"]) -> None:
         """Keep these rows, in this order, repeats allowed: what beam search needs."""

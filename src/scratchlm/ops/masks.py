@@ -26,10 +26,11 @@ class CausalMask:
     """The rule above. Query i stands at slot `start + i`, or at `slots[:, i]` where rows differ."""
 
     start: int = 0
-    slots: Int[Tensor, "batch query"] | None = None
+    slots: Int[Tensor, "batch query"] | None = None  # −1: padding, which sees nothing
     window: int | None = None
     key_valid: Bool[Tensor, "batch key"] | None = None
     documents: Int[Tensor, "batch key"] | None = None
+    slots_are_real: bool = False  # no −1 among them: known without asking the device
 
     @property
     def is_plain(self) -> bool:
@@ -38,6 +39,11 @@ class CausalMask:
             part is None for part in (self.slots, self.window, self.key_valid, self.documents)
         )
 
+    @property
+    def may_blind(self) -> bool:
+        """Whether a query may be left that sees no key at all."""
+        return self.key_valid is not None or (self.slots is not None and not self.slots_are_real)
+
     def table(
         self, queries: range, keys: range, device: torch.device
     ) -> Bool[Tensor, "*batch query key"]:
@@ -45,6 +51,17 @@ class CausalMask:
 
         The result is (query, key) when all rows agree, else (batch, 1, query, key).
         """
+        if torch.compiler.is_compiling():
+            return self._write(queries, keys, device)
+        wanted = (queries, keys, device)
+        # All layers of a forward ask for the same table: the one written last is kept.
+        last, table = self.__dict__.get("_written", (None, None))
+        if last != wanted:
+            table = self._write(queries, keys, device)
+            self.__dict__["_written"] = (wanted, table)
+        return table
+
+    def _write(self, queries: range, keys: range, device: torch.device) -> Tensor:
         key_slot = torch.arange(keys.start, keys.stop, device=device)
         if self.slots is None:
             first = self.start + queries.start

@@ -1,0 +1,120 @@
+"""The branches that only a CPU takes: products by blocks, forwards without gradients, one table."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ops.test_fast_matches_reference import CASES
+from scratchlm.ops import OPS, CausalMask, fast, reference
+
+PLAIN = CASES.keys() - {"linears"}  # those that take tensors, one after the other
+WIDE, HIGH = 256, fast.BLOCKS_FROM // 256
+
+
+def count_blocks(monkeypatch):
+    """Count the products that are cut into blocks."""
+    calls = []
+    whole = fast._linear_by_blocks
+
+    def counted(x, weight):
+        calls.append(len(x))
+        return whole(x, weight)
+
+    monkeypatch.setattr(fast, "_linear_by_blocks", counted)
+    return calls
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 5, 6, 8, 64])
+def test_products_by_blocks_match_the_reference(rows, threads, monkeypatch):
+    calls = count_blocks(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, weight, bias = torch.randn(rows, WIDE), torch.randn(HIGH + 4, WIDE), torch.randn(HIGH + 4)
+    leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+    truth = reference.linear(*(leaf.double() for leaf in leaves))
+    ours = fast.linear(*leaves)
+    assert calls == [rows]
+    torch.testing.assert_close(ours.double(), truth, atol=2e-4, rtol=1e-5)
+    pull = torch.randn_like(ours)
+    for got, wanted in zip(
+        torch.autograd.grad(ours, leaves, pull),
+        torch.autograd.grad(truth, leaves, pull.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 3, WIDE),
+        torch.randn(WIDE),
+        torch.randn(WIDE, 4).t(),
+        torch.randn(2, 2 * WIDE)[:, ::2],
+        torch.randn(1, WIDE).expand(3, WIDE),
+    ],
+    ids=["leading dimensions", "one vector", "columns", "every second", "expanded"],
+)
+def test_products_by_blocks_take_any_layout(x, monkeypatch):
+    calls = count_blocks(monkeypatch)
+    weight = torch.randn(HIGH, WIDE)
+    ours = fast.linear(x, weight)
+    assert len(calls) == 1
+    torch.testing.assert_close(ours, reference.linear(x, weight), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "high", "dtype"),
+    [(65, HIGH, torch.float32), (1, HIGH - 1, torch.float32), (1, HIGH, torch.bfloat16)],
+    ids=["many rows", "small matrix", "low precision"],
+)
+def test_other_products_stay_whole(rows, high, dtype, monkeypatch):
+    calls = count_blocks(monkeypatch)
+    fast.linear(torch.randn(rows, WIDE, dtype=dtype), torch.randn(high, WIDE, dtype=dtype))
+    assert calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op in sorted(PLAIN) for case in CASES[op]])
+def test_without_gradients_fast_still_matches_reference(op, case, dtype):
+    """Without gradients an op may work in place: the same values, and no input changed."""
+    leaves, rest, keywords = CASES[op][case]()
+    leaves = [leaf.to(dtype) for leaf in leaves]
+    before = [leaf.clone() for leaf in leaves]
+    given = [*rest, *leaves] if op == "embedding" else [*leaves, *rest]
+    with torch.inference_mode():
+        truth, ours = (getattr(OPS[name], op)(*given, **keywords) for name in ("reference", "fast"))
+    truth, ours = (getattr(out, "output", out) for out in (truth, ours))
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
+    assert all(map(torch.equal, leaves, before))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("first", [0, 1], ids=["even offset", "odd offset"])
+@pytest.mark.parametrize("width", [8, 9], ids=["even rows", "odd rows"])
+def test_rope_takes_any_layout_in_memory(layout, first, width):
+    x = torch.randn(2, 3, 5, width + 1)[..., first : first + 8].requires_grad_()
+    angle = torch.randn(5, 4)
+    pull = torch.randn(2, 3, 5, 8)
+    ours, truth = (op(x, angle.cos(), angle.sin(), layout) for op in (fast.rope, reference.rope))
+    torch.testing.assert_close(ours, truth)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, pull)[0] for y in (ours, truth)))
+
+
+def test_a_mask_writes_its_table_once_for_all_layers():
+    mask = CausalMask(slots=torch.tensor([[2], [4]]))
+    table = mask.table(range(1), range(5), torch.device("cpu"))
+    assert mask.table(range(1), range(5), torch.device("cpu")) is table
+    assert mask.table(range(1), range(4), torch.device("cpu")).shape[-1] == 4
+    windowed = dataclasses.replace(mask, window=1).table(range(1), range(5), torch.device("cpu"))
+    assert windowed.sum() == 2
+    assert table.sum() == 8
+
+
+def test_only_padding_can_leave_a_query_blind():
+    slots = torch.tensor([[1], [3]])
+    assert not CausalMask().may_blind
+    assert not CausalMask(slots=slots, slots_are_real=True).may_blind
+    assert CausalMask(slots=slots).may_blind
+    assert CausalMask(key_valid=torch.ones(1, 2, dtype=torch.bool)).may_blind
