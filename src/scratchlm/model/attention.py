@@ -97,10 +97,10 @@ class MultiHeadSelfAttention(nn.Module):
         maps = (self.q_proj, self.k_proj, self.v_proj)
         qkv = self.ops.linears(x, [m.weight for m in maps], [m.bias for m in maps])
         q, k, v = map(self._cut_into_heads, qkv)  # each (*batch, its heads, seq, d_head)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None and scene.rotation is not None:
-            q, k = self.rope.rotate(q, scene.rotation), self.rope.rotate(k, scene.rotation)
+            q, k = self.rope.rotate_both(q, k, scene.rotation, self.q_norm, self.k_norm)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if scene.cache is not None:
             k, v = scene.cache.update(self.layer, k, v)
         mask = scene.mask

@@ -37,6 +37,14 @@ class Ops:
     cross_entropy: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
 
+    def norm_rope(
+        self, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, layout: str
+    ) -> Tensor:
+        """RMSNorm, then the rotation; at once where both are the fast ones and a kernel can."""
+        if self.rms_norm is fast.rms_norm and self.rope is fast.rope and fast.trains_by_kernel(x):
+            return fast.norm_rope(x, gain, eps, cos, sin, layout)
+        return self.rope(self.rms_norm(x, gain, eps), cos, sin, layout)
+
 
 OPS: dict[str, Ops] = {
     "reference": Ops(

@@ -12,9 +12,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import loss
+from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
 from scratchlm.ops.ranges import can_look, counted_targets
 from scratchlm.ops.reference import route
@@ -28,16 +30,22 @@ QUERY_CHUNK = 512
 # torch's own leaves that to one core. Cut into row blocks, one for each thread, it is read at the
 # memory's full speed: 1.3 to 2.5 times as fast, see docs/speed-log.md.
 BLOCKS_FROM = 1 << 17  # elements of the matrix
-BLOCKS_UP_TO = 256  # rows of x
+BLOCKS_UP_TO = 64  # rows of x
 COLUMNS_UP_TO = 5  # rows of x that are faster as columns, W xᵀ
+
+
+def trains_by_kernel(x: Tensor) -> bool:
+    """Whether the kernels with a backward pass of their own are for this input."""
+    return x.is_cuda and torch.is_grad_enabled() and x.dtype != torch.float64 and has_triton()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = W x (+ b)."""
     if weight.numel() >= BLOCKS_FROM and x.is_cpu and not torch.compiler.is_compiling():
-        rows = x.numel() // x.shape[-1]
+        rows = x.shape[:-1].numel()
         if rows <= BLOCKS_UP_TO and x.dtype is weight.dtype is torch.float32:
-            y = _linear_by_blocks(x.reshape(rows, -1), weight).view(*x.shape[:-1], len(weight))
+            y = _linear_by_blocks(x.reshape(rows, x.shape[-1]), weight)
+            y = y.view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias
     return F.linear(x, weight, bias)
 
@@ -56,18 +64,23 @@ def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
 
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor] | tuple[Tensor, ...]:
+) -> Sequence[Tensor]:
     """Several maps of one input; where it trains on a GPU, one product over the matrices joined."""
-    if not (x.is_cuda and torch.is_grad_enabled()):
-        return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if x.is_cuda and torch.is_grad_enabled():
+        return _joined(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _joined(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """[W₁ x; W₂ x; …] in one product."""
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Joining costs nothing there: the cast that autocast makes anyway writes to another place.
-    joined = torch.cat([weight.to(low) for weight in weights])
+    weight = torch.cat([part.to(low) for part in weights])
     bias = None
     if any(part is not None for part in biases):
         parts = zip(weights, biases, strict=True)
         bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
-    return F.linear(x, joined, bias).split([len(weight) for weight in weights], dim=-1)
+    return F.linear(x, weight, bias)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
@@ -78,8 +91,17 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x²) + ε) · g."""
     if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        if x.is_cpu and not torch.is_grad_enabled() and x.numel():
+            return _rms_norm_in_place(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def _rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same in five small operations, where torch takes nine: decoding is made of these."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1])
+    return (x * mean.rsqrt_()).mul_(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -152,14 +174,36 @@ def rope(
     layout: Literal["interleaved", "half"] = "interleaved",
 ) -> Tensor:
     """Turn each pair of channels by its angle."""
+    if x.ndim == 4 and trains_by_kernel(x):
+        from scratchlm.ops.kernels.rotary import turn
+
+        return turn(x, cos, sin, layout == "interleaved", False)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    if layout == "interleaved":
+    if layout == "half":  # x ⊙ (cos, cos) + (second half, first half) ⊙ (−sin, sin)
+        swapped = wide.roll(cos.shape[-1], dims=-1)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
+    if torch.compiler.is_compiling():  # compilers do not take complex numbers
         a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)
-    a, b = wide.chunk(2, dim=-1)
-    parts = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
-    return torch.cat(parts, dim=-1).to(x.dtype)
+    by = torch.complex(cos.to(wide.dtype), sin.to(wide.dtype))
+    return torch.view_as_real(_as_complex(wide) * by).flatten(-2).to(x.dtype)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """Read neighbouring channels as one complex number, without a copy where memory allows."""
+    *strides, last = x.stride()
+    if last != 1 or x.storage_offset() % 2 or any(stride % 2 for stride in strides):
+        x = x.contiguous()
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def norm_rope(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """RMSNorm over the heads' channels, then the rotation, in one kernel on a GPU that trains."""
+    from scratchlm.ops.kernels.norm_rotary import norm_turn
+
+    return norm_turn(x, gain, cos, sin, eps, layout == "interleaved")
 
 
 def scaled_dot_product_attention(
@@ -179,10 +223,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) 
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if not isinstance(mask, CausalMask):
-        return _attend_by_table(q, k, v, mask, grouped, may_hide_all=True)
+        return _attend_by_table(q, k, v, mask, grouped, may_blind=True)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     if mask.is_plain and mask.start == 0 and num_queries == num_keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _attend_causally(q, k, v, grouped)
     if mask.is_plain and num_queries == 1 and num_keys == mask.start + 1:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if num_queries <= QUERY_CHUNK:
@@ -196,6 +240,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) 
     return torch.cat(parts, dim=-2)
 
 
+# In the order of their speed on Hopper; each is passed over where it does not apply.
+_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    # cuDNN plans anew for every length: that pays in training, where lengths do not change.
+    if not (q.is_cuda and torch.is_grad_enabled()):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    with sdpa_kernel(_KERNELS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
 def _attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, queries: range, grouped: bool
 ) -> Tensor:
@@ -203,15 +264,14 @@ def _attend_chunk(
     q = q[..., queries.start : queries.stop, :]
     k, v = k[..., keys.start : keys.stop, :], v[..., keys.start : keys.stop, :]
     table = mask.table(queries, keys, q.device)
-    may_hide_all = mask.key_valid is not None or mask.slots is not None
-    return _attend_by_table(q, k, v, table, grouped, may_hide_all)
+    return _attend_by_table(q, k, v, table, grouped, mask.may_blind)
 
 
 def _attend_by_table(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_hide_all: bool
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_blind: bool
 ) -> Tensor:
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
-    if not may_hide_all:
+    if not may_blind:
         return mixed
     # Some of torch's GPU kernels average over all keys where a query sees none.
     return mixed.masked_fill(~table.any(dim=-1, keepdim=True), 0.0)
@@ -227,6 +287,10 @@ def swiglu(
     b3: Tensor | None = None,
 ) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x)."""
+    if trains_by_kernel(x):
+        from scratchlm.ops.kernels.gate import gate as gate_kernel
+
+        return linear(gate_kernel(_joined(x, (w1, w3), (b1, b3))), w2, b2)
     gate, up = linears(x, (w1, w3), (b1, b3))
     return linear(F.silu(gate) * up, w2, b2)
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
@@ -54,11 +58,13 @@ class Learner:
         if settings.ema:
             self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
         apply_checkpointing(model, settings.checkpointing)
+        if settings.precision == "bf16-residual":
+            model.token_embeddings.register_forward_hook(_in_bfloat16)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Run matmuls in bfloat16 where the settings say so."""
-        mixed = self.settings.precision == "bf16-mixed"
+        mixed = self.settings.precision != "fp32"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
     def set_lr(self, lr: float) -> None:
@@ -158,6 +164,11 @@ def build_model(
 # Means applied from outside
 
 
+def _in_bfloat16(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Begin the residual stream in bfloat16; nothing after it widens it."""
+    return output.bfloat16()
+
+
 class _Recomputed(torch.nn.Module):
     """A module whose forward is computed again in the backward pass instead of being kept."""
 
@@ -166,20 +177,53 @@ class _Recomputed(torch.nn.Module):
         return checkpoint(super().forward, *inputs, use_reentrant=False, **options)
 
 
+class _PartlyRecomputed(torch.nn.Module):
+    """The same, but what is dear is kept: matrix products and attention."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module's own forward, keeping its inputs and its dear results."""
+        kept = partial(create_selective_checkpoint_contexts, _keep_products)
+        return checkpoint(super().forward, *inputs, use_reentrant=False, context_fn=kept, **options)
+
+
+_aten = torch.ops.aten
+_DEAR = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @cache
-def _recomputed(kind: type) -> type:
-    return type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {})
+def _recomputed(kind: type, how: type) -> type:
+    return type(f"{how.__name__}{kind.__name__}", (how, kind), {})
+
+
+# policy -> the parts of a layer it recomputes, and how
+_CHECKPOINTING: dict[str, dict[str, type]] = {
+    "none": {},
+    "attention": {"attn": _Recomputed},
+    "ffn": {"ffn": _Recomputed},
+    "selective": {"attn": _PartlyRecomputed, "ffn": _Recomputed},
+    "block": {"": _Recomputed},
+}
 
 
 def apply_checkpointing(model: TransformerLM, policy: str) -> None:
     """Recompute a part of each layer in the backward pass instead of keeping it."""
-    part = {"none": None, "block": "", "attention": "attn", "ffn": "ffn"}[policy]
-    if part is None:
-        return
     for layer in model.layers:
-        module = layer.get_submodule(part)
-        # By its class, not by a wrapper of its own: all layers then share one compiled graph.
-        module.__class__ = _recomputed(type(module))
+        for part, how in _CHECKPOINTING[policy].items():
+            module = layer.get_submodule(part)
+            # By its class, not by a wrapper of its own: all layers then share one compiled graph.
+            module.__class__ = _recomputed(type(module), how)  # type: ignore[arg-type]
 
 
 def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:

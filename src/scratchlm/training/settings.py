@@ -16,7 +16,7 @@ from scratchlm.config import ModelConfig
 
 SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
-PRECISIONS = ("fp32", "bf16-mixed")
+PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
 
@@ -50,7 +50,7 @@ class TrainConfig:
     document_mask: bool = False  # documents packed in one sequence do not see each other
     ema: float = 0.0  # decay of the weights' moving average; 0: none
     # means
-    precision: str | None = None  # None: bf16-mixed on a GPU, fp32 elsewhere
+    precision: str | None = None  # None: bf16-mixed on a GPU, fp32 elsewhere; bf16-residual
     compile: str = "off"
     checkpointing: str = "none"
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
@@ -153,7 +153,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "compile": COMPILE,
     "rows": ROWS,
-    "checkpointing": CHECKPOINTING,
+    "checkpointing": (*CHECKPOINTING, "selective"),
 }
 
 

@@ -1,0 +1,299 @@
+"""A training step on a GPU: ours beside the peers, as a share of the machine's own matmul rate.
+
+    python bench/train_gpu.py                          every shape, with its peer
+    python bench/train_gpu.py --only medium --no-peers --profile
+
+bf16 autocast over float32 weights, fused AdamW, random tokens, the same step for both: forward,
+backward, update, gradients dropped. MFU = (6·N_matmul + 12·L·H·d_head·S) per token × tokens/s over
+the rate of a bf16 product of 8192³ on the same machine, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from results import table, versions, write_section
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.accounting.flops import training_flops_per_token
+from scratchlm.config import PRESETS
+from scratchlm.training.learner import Learner
+from scratchlm.training.settings import TrainConfig
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained, on how much at a time, and beside whom."""
+
+    config: ModelConfig
+    batch: int
+    seq: int
+    peer: str
+    checkpointing: str = "none"
+    target: str = ""
+
+
+_QWEN3 = replace(PRESETS["qwen3-0.6b"], context_length=2048)
+SHAPES = {
+    "medium": Shape(
+        ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 16, 1024, "llama compiled", target="0.65"
+    ),
+    "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, "llama eager", target="0.62"),
+    "qwen3-0.6b": Shape(_QWEN3, 8, 2048, "qwen3 compiled", "ffn", target="0.65 in 18 GiB"),
+    "gpt2": Shape(PRESETS["gpt2"], 32, 1024, "gpt compiled", target="0.70"),
+    "medium, 16k context": Shape(
+        ModelConfig(50_304, 16_384, 1024, 24, 16, 2752), 1, 16_384, "", target="60 GiB"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one contestant did."""
+
+    name: str
+    tokens_per_s: float
+    mfu: float
+    peak_gib: float
+    first_s: float
+    ms: float
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a bf16 product of 8192³ on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / median_seconds(lambda: a @ b, 3, 15)
+
+
+def median_seconds(work: Callable[[], object], warmup: int, repeats: int) -> float:
+    for _ in range(warmup):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in times) / 1e3
+
+
+def tokens_of(shape: Shape) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(shape.config.vocab_size, (shape.batch, shape.seq + 1), device="cuda")
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def our_step(shape: Shape, settings: dict[str, Any]) -> Step:
+    model = TransformerLM(shape.config, device="cuda")
+    given = {"compile": "block", "checkpointing": shape.checkpointing, **settings}
+    learner = Learner(model, TrainConfig(**given))
+    inputs, targets = tokens_of(shape)
+
+    def step() -> Tensor:
+        with learner.autocast():
+            loss = learner.loss(inputs, targets)
+        loss.backward()
+        for optimizer in learner.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def hugging_face(shape: Shape, kind: str) -> torch.nn.Module:
+    import transformers
+
+    config = shape.config
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.d_head,
+        "max_position_embeddings": config.context_length,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def peer_step(shape: Shape) -> Step:
+    kind, how = shape.peer.split()
+    with torch.device("cuda"):
+        if kind == "gpt":
+            from shakespeare import Peer
+
+            config = shape.config  # its vocabulary is padded by hand, as its author does
+            model: torch.nn.Module = Peer(
+                50_304, config.context_length, config.d_model, config.num_layers, config.num_heads
+            )
+        else:
+            model = hugging_face(shape, kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs, targets = tokens_of(shape)
+    run = torch.compile(model) if how == "compiled" else model
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = run(inputs)
+            logits = getattr(out, "logits", out)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def flops_per_token(shape: Shape, name: str) -> float:
+    if not name.startswith("gpt "):
+        return float(training_flops_per_token(shape.config, shape.seq))
+    config = shape.config  # two matrices of 4·d instead of three
+    d, layers = config.d_model, config.num_layers
+    matrices = layers * 12 * d * d + 50_304 * d
+    return 6 * matrices + 12 * layers * d * shape.seq
+
+
+def measure(
+    name: str, shape: Shape, make: Callable[[], Step], rate: float, repeats: int, profile: str = ""
+) -> Measured:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    step = make()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    loss = float(step())
+    first = time.perf_counter() - begin
+    assert loss == loss, "the first loss is NaN"
+    for _ in range(3):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = median_seconds(step, 2, repeats)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    per_s = shape.batch * shape.seq / seconds
+    mfu = per_s * flops_per_token(shape, name) / rate
+    if profile:
+        write_profile(step, profile)
+    result = Measured(name, per_s, mfu, peak, first, seconds * 1e3)
+    print(
+        f"{name}: {per_s:,.0f} tokens/s, MFU {mfu:.3f}, {peak:.1f} GiB, "
+        f"{seconds * 1e3:.1f} ms, first step {first:.1f} s, loss {loss:.3f}",
+        flush=True,
+    )
+    return result
+
+
+def write_profile(step: Step, path: str) -> None:
+    """Write the step's kernels by the time they take, grouped by what they do."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / 2e3, e.count // 2, e.key) for e in seen.key_averages()]
+    rows.sort(reverse=True)
+    lines = [f"{ms:9.3f} ms {count:5d}× {name[:150]}" for ms, count, name in rows[:60]]
+    Path(path).write_text("\n".join([f"{sum(r[0] for r in rows):9.3f} ms in all", *lines]) + "\n")
+    groups: dict[str, float] = {}
+    for ms, _, name in rows:
+        groups[kind_of(name)] = groups.get(kind_of(name), 0.0) + ms
+    print("   " + ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in groups.items()), flush=True)
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    if "fmha" in name or "flash" in name or "sdpa" in name or "cudnn_generated" in name:
+        return "attention"
+    if "gemm" in name or "nvjet" in name or "cutlass" in name or "cublas" in name:
+        return "matmul"
+    if "multi_tensor" in name or "adam" in name:
+        return "AdamW"
+    if "_loss_and_gradient" in name:
+        return "loss"
+    return "triton" if "triton" in name else "other"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--set", nargs="*", default=[], help="TrainConfig fields, key=value")
+    options = parser.parse_args()
+    out = Path(os.environ.get("OUT", "."))
+    settings = dict(pair.split("=") for pair in options.set)
+    rate = matmul_rate()
+    print(f"matmul rate: {rate / 1e12:.0f} TFLOP/s", flush=True)
+    rows = []
+    for name in options.only:
+        shape = SHAPES[name]
+        contestants: list[tuple[str, Callable[[], Step]]] = []
+        if shape.peer and not options.no_peers:
+            contestants.append((shape.peer, lambda shape=shape: peer_step(shape)))
+        contestants.append(("ours", lambda shape=shape: our_step(shape, settings)))
+        found = []
+        for who, make in contestants:
+            trace = str(out / f"profile-{name.split(',')[0]}.txt") if options.profile else ""
+            trace = trace if who == "ours" else ""
+            try:
+                found.append(measure(who, shape, make, rate, options.repeats, trace))
+            except torch.OutOfMemoryError as error:
+                print(f"{name}, {who}: {str(error)[:200]}", flush=True)
+        for result in found:
+            faster = result.tokens_per_s / found[0].tokens_per_s
+            rows.append(
+                [
+                    name,
+                    result.name,
+                    f"{result.tokens_per_s:,.0f}",
+                    f"{result.mfu:.3f}",
+                    f"{result.peak_gib:.1f}",
+                    f"{result.first_s:.0f}",
+                    f"{faster:.2f}×" if result is not found[0] else "",
+                    shape.target if result.name == "ours" else "",
+                ]
+            )
+    header = ["shape", "who", "tokens/s", "MFU", "peak GiB", "first step, s", "ours ÷ peer", "aim"]
+    body = table(header, rows)
+    body += f"\n\nA bf16 product of 8192³: {rate / 1e12:.0f} TFLOP/s. Medians of {options.repeats}."
+    print(body)
+    (out / "train_gpu.json").write_text(json.dumps(rows))
+    write_section(
+        "Training on a GPU",
+        "python bench/train_gpu.py",
+        torch.cuda.get_device_name(),
+        versions("torch", "triton", "transformers"),
+        body,
+    )
+    if "OUT" in os.environ:
+        (out / "RESULTS.md").write_text(Path(__file__).with_name("RESULTS.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
