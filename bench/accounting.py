@@ -51,6 +51,10 @@ CONFIGURATIONS: dict[str, tuple[ModelConfig, Setup]] = {
         MEDIUM,
         Setup(batch=4, execution=Execution(attention="unfused")),
     ),
+    "medium, batch 16, unfused loss": (
+        MEDIUM,
+        Setup(batch=16, execution=Execution(loss="unfused")),
+    ),
     "gpt2-xl, batch 8": (preset("gpt2-xl"), Setup(batch=8)),
     "gpt2-xl, batch 1": (preset("gpt2-xl"), Setup(batch=1)),
     "qwen3-0.6b, batch 8, 2,048 tokens": (preset("qwen3-0.6b"), Setup(batch=8, context=2_048)),

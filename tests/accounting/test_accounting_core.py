@@ -257,6 +257,14 @@ def test_a_training_step_is_three_forwards_and_hardware_adds_what_is_recomputed(
     assert fused.value - flops(XL, "training", "causal").value == fused["QKᵀ again"].value * 48
 
 
+def test_a_fused_loss_is_what_the_model_does_and_recomputes_nothing():
+    assert Execution().loss == "fused"
+    ways = [
+        flops(XL, "training", "hardware", Execution(loss=loss)) for loss in ("fused", "unfused")
+    ]
+    assert ways[0].value == ways[1].value
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("convention", CONVENTIONS)

@@ -17,6 +17,7 @@ from scratchlm.accounting import (
     fits,
     machine,
     memory,
+    memory_bindings,
     mfu,
     parse_sweep,
     peak_bytes,
@@ -27,9 +28,11 @@ from scratchlm.accounting import (
     training_flops_per_token,
     training_run,
 )
+from scratchlm.accounting.activations import SLICE_ELEMENTS, SLICE_ROWS
 from scratchlm.accounting.fits import largest_that
 from scratchlm.accounting.scaling import SWEEPS
 from scratchlm.config import ModelConfig, preset
+from scratchlm.ops import loss
 
 XL = preset("gpt2-xl")
 SMALL = preset("gpt2")
@@ -75,14 +78,45 @@ def test_unfused_attention_holds_tables_that_grow_with_the_square():
         unfused = training(context=context, execution=Execution(attention="unfused"))
         return peak_bytes(XL, unfused) - peak_bytes(XL, training(context=context))
 
-    assert extra(2048) / extra(1024) == pytest.approx(4, rel=0.02)
+    assert extra(8192) / extra(4096) == pytest.approx(4, rel=0.02)
 
 
 def test_a_fused_loss_never_holds_all_logits():
-    fused = training(batch=64, execution=Execution(loss="fused"))
-    saved = peak_bytes(SMALL, training(batch=64)) - peak_bytes(SMALL, fused)
+    unfused = training(batch=64, execution=Execution(loss="unfused"))
+    saved = peak_bytes(SMALL, unfused) - peak_bytes(SMALL, training(batch=64))
     logits = 64 * 1024 * 50_257
     assert 11 * logits < saved < 12 * logits
+    assert item(SMALL, "a slice of logits", training(batch=64)) <= 2 * SLICE_ELEMENTS * 1.02
+
+
+@given(st.integers(1, 2**22), st.integers(1, 300_000))
+def test_the_fused_loss_takes_the_slices_that_the_op_takes(rows, vocab):
+    config = SMALL.replace(vocab_size=vocab, context_length=rows)
+    env = memory_bindings(config, training())
+    length = vocab if vocab % 8 == 0 else -(-vocab // 128) * 128
+    assert env["V_p"] == length
+    assert SLICE_ROWS.value(env) == loss._slice_size(rows, length, "cuda")
+
+
+def test_the_fused_loss_holds_as_many_logits_as_the_op():
+    assert loss.SLICE_ELEMENTS["cuda"] == SLICE_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("precision", "vocab", "each"),
+    [
+        ("bf16-mixed", 50_257, 2),
+        ("bf16-mixed", 50_304, 2),
+        ("fp32", 50_257, 4),
+        ("fp32", 50_304, 0),
+        ("bf16", 50_303, 2),
+        ("bf16", 50_304, 0),
+    ],
+)
+def test_the_head_is_copied_where_it_must_be_cast_or_padded(precision, vocab, each):
+    setup = training(precision=precision, batch=16)
+    copied = item(SMALL.replace(vocab_size=vocab), "LM head, cast or padded", setup)
+    assert copied == each * 50_304 * 768
 
 
 def test_fsdp_divides_the_state_and_ddp_does_not():
@@ -108,7 +142,7 @@ def test_tp_refuses_heads_it_cannot_divide():
 
 
 def test_accumulated_gradients_are_there_at_the_loss_too():
-    grown = peak_bytes(XL, training(accumulate=True)) - peak_bytes(XL, training())
+    grown = peak_bytes(XL, training(batch=8, accumulate=True)) - peak_bytes(XL, training(batch=8))
     assert grown == 4 * count_parameters(XL).unique
 
 
@@ -194,6 +228,18 @@ def test_roofline_of_a_training_step_counts_the_causal_flops():
     assert sum(p.flops for p in fused.roofline.parts) == fused.flops["hardware"].value
     again = account(XL, training(batch=2, execution=Execution(checkpointing="block")), machine=h200)
     assert sum(p.flops for p in again.roofline.parts) == again.flops["hardware"].value
+
+
+def test_a_fused_loss_passes_over_the_logits_in_their_own_dtype():
+    def moved(phase, how):
+        asked = Setup(phase=phase, execution=Execution(loss=how))
+        parts = roofline(XL, asked, machine("h200")).parts
+        return next(part.bytes for part in parts if part.name == "loss")
+
+    logits = 1024 * 50_257
+    assert moved("training", "fused") == 3 * 2 * logits  # read twice, written once
+    assert moved("forward", "fused") == 2 * 2 * logits
+    assert moved("training", "unfused") == 8 * 4 * logits
 
 
 def test_an_mfu_names_its_convention_and_its_peak():

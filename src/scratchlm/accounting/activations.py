@@ -1,9 +1,18 @@
 """What autograd keeps of a forward pass until the backward pass needs it, tensor by tensor.
 
 Derived from `ops/fast.py` as it runs on a GPU (and checked against it by a test that counts every
-saved tensor): a matrix product keeps its input, a norm its float32 input, SiLU its input, a product
-both factors, fused attention Q, K, V, its output and a log-sum per row. Under autocast every
-product casts its own copy of its input and keeps that, and keeps the cast copy of its weight.
+saved tensor): a matrix product keeps its input, a norm its float32 input, SwiGLU's gate both
+its inputs, fused attention Q, K, V, its output and a log-sum per row. Under autocast every
+product keeps the cast copies of its input and of its weight. Products of one input (Q, K, V; W1,
+W3) are one product: one copy of the input, and a joined copy of the weights in any precision.
+
+The fused loss (`ops/loss.py`) forms n_s rows of logits at a time, of V_p columns,
+
+    V_p = V, or the next multiple of 128 where V is no multiple of 8
+    n_s = min(B·S, 128·⌈B·S / (128·⌈B·S·V_p / 2²⁸⌉)⌉)       equal slices of whole tiles
+
+and keeps no logits but the two gradients it has taken from them: of its input and, in float32, of
+the LM head.
 
 Checkpointing keeps less and computes it again:
 
@@ -15,7 +24,7 @@ Checkpointing keeps less and computes it again:
 
 from __future__ import annotations
 
-from scratchlm.accounting.expr import Number, total
+from scratchlm.accounting.expr import Expr, ceil_div, least, total
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.items import Node, group, leaf
 from scratchlm.accounting.symbols import (
@@ -26,20 +35,37 @@ from scratchlm.accounting.symbols import (
     L,
     S,
     V,
+    V_p,
     b_a,
     b_c,
+    b_g,
     b_r,
     b_s,
     d,
     d_ff,
     d_h,
     k,
+    n_s,
 )
-from scratchlm.config import MLP, LayerNorm, ModelConfig, MoE, NoNorm
+from scratchlm.config import MLP, LayerNorm, ModelConfig, MoE, NoNorm, Rotary
 
 UNIT = "bytes"
 TOKENS = B * S
-LOSS_ROWS = 2_048  # rows of logits a fused loss holds at a time
+# Logits a fused loss holds at a time on a GPU, and the tile its slices are made of.
+SLICE_ELEMENTS = 2**28
+TILE = 128
+PADDED_VOCABULARY = V + least(1, 8 * ceil_div(V, 8) - V) * (TILE * ceil_div(V, TILE) - V)
+
+
+def slice_rows(elements: int) -> Expr:
+    """Return how many rows of logits are held at a time, at most `elements` logits."""
+    slices = ceil_div(TOKENS * V_p, elements)
+    return least(TOKENS, TILE * ceil_div(TOKENS, TILE * slices))
+
+
+SLICE_ROWS = slice_rows(SLICE_ELEMENTS)
+# Bytes of a 16-bit number, and 0 where numbers are float32: what only 16-bit arithmetic copies.
+_low_a, _low_g = least(b_a, 4 - b_a), least(b_g, 4 - b_g)
 
 
 def saved_tree(config: ModelConfig, execution: Execution) -> Node:
@@ -47,11 +73,11 @@ def saved_tree(config: ModelConfig, execution: Execution) -> Node:
     return group("activations", [*kept_layers(config, execution), *_ends(config, execution)], UNIT)
 
 
-def kept_layers(config: ModelConfig, execution: Execution) -> list[Node]:
+def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> list[Node]:
     """Return what the layers keep under a checkpointing policy."""
     policy = execution.checkpointing
     if policy == "block":
-        return [group("layers", [leaf("block input", b_r * TOKENS * d)], times=L)]
+        return [group("layers", [leaf("block input", b_r * TOKENS * d)], times=times)]
     parts = [*_norm("norm 1", config)]
     if policy == "attention":
         parts.append(leaf("attention input", b_r * TOKENS * d))
@@ -62,7 +88,7 @@ def kept_layers(config: ModelConfig, execution: Execution) -> list[Node]:
         parts.append(leaf("feed-forward input", b_r * TOKENS * d))
     else:
         parts.append(group("feed-forward", _ffn(config)))
-    return [group("layers", parts, times=L)]
+    return [group("layers", parts, times=times)]
 
 
 def one_layer(config: ModelConfig, execution: Execution) -> Node:
@@ -93,22 +119,50 @@ def _norm(name: str, config: ModelConfig) -> list[Node]:
 
 
 def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
-    parts = [leaf("Q, K, V inputs", (b_a + 2 * b_c) * TOKENS * d)]
-    if config.attention.qk_norm:
-        heads = H + H_kv
-        parts.append(leaf("query and key norms", 4 * TOKENS * heads * d_h + 4 * TOKENS * heads))
-    if execution.attention == "fused":
+    fused = execution.attention == "fused"
+    parts = [leaf("Q, K, V input", b_a * TOKENS * d), *_projected(config, fused)]
+    if fused:
         parts += [
             leaf("Q, K, V", b_a * TOKENS * (H + 2 * H_kv) * d_h),
             leaf("attention output", b_a * TOKENS * H * d_h),
             leaf("log-sums", 4 * TOKENS * H),
         ]
+        if config.attention.qk_norm and not isinstance(config.positions, Rotary):
+            # RoPE writes Q by token, a norm by head; attention in 16 bits (cuDNN's) writes its
+            # output as Q lies, and the output projection wants it by token.
+            copied = _low_a * TOKENS * H * d_h
+            parts.append(leaf("attention output by token", copied, note="16 bits only"))
     else:
         parts.append(leaf("Q, K, V", b_s * TOKENS * 3 * H * d_h, note="K, V repeated per head"))
         parts += _scores()
         parts.append(leaf("attention output", b_a * TOKENS * H * d_h))
-    copies = b_c * d * d_h * (2 * H + 2 * H_kv)
-    return [*parts, leaf("cast weights", copies)]
+    return [
+        *parts,
+        leaf("joined weights", b_a * d * d_h * (H + 2 * H_kv), note="Q, K, V as one matrix"),
+        leaf("cast weights", b_c * d * d_h * H),
+    ]
+
+
+def _projected(config: ModelConfig, fused: bool) -> list[Node]:
+    """Return what is kept of Q, K and V as projected: one product, kept whole or not at all.
+
+    Fused attention keeps V, a view of it, and so keeps it beside the Q and K that RoPE and norms
+    make of it; unfused attention copies V. A norm keeps its input: with RoPE, in one kernel, the
+    view; by itself, the view in float32 and a float32 copy of it in 16 bits.
+    """
+    rotary, normed = isinstance(config.positions, Rotary), config.attention.qk_norm
+    heads = H + H_kv
+    if rotary and (fused or normed):
+        held = heads if fused else H + 2 * H_kv  # fused: V's part is counted with Q, K, V
+        return [leaf("Q, K as projected", b_a * TOKENS * held * d_h, note="one piece with V")]
+    if not normed:
+        return []
+    statistics = leaf("query and key norms", 4 * TOKENS * heads * d_h + 4 * TOKENS * heads)
+    if fused:
+        beside = _low_a * TOKENS * heads * d_h
+    else:
+        beside = (b_a - _low_a) * TOKENS * H_kv * d_h
+    return [statistics, leaf("as projected, beside them", beside, note="one piece with V")]
 
 
 def _scores() -> list[Node]:
@@ -131,9 +185,10 @@ def _ffn(config: ModelConfig) -> list[Node]:
             leaf("cast weights", b_c * 2 * d * d_ff),
         ]
     return [
-        leaf("W1, W3 inputs", (b_a + b_c) * TOKENS * d),
-        leaf("hidden", 4 * b_a * TOKENS * d_ff, note="W1 x, SiLU of it, W3 x, their product"),
-        leaf("cast weights", b_c * 3 * d * d_ff),
+        leaf("W1, W3 input", b_a * TOKENS * d),
+        leaf("hidden", 3 * b_a * TOKENS * d_ff, note="W1 x, W3 x, and what the gate makes of them"),
+        leaf("joined weights", b_a * 2 * d * d_ff, note="W1, W3 as one matrix"),
+        leaf("cast weights", b_c * d * d_ff),
     ]
 
 
@@ -157,38 +212,48 @@ def _ends(config: ModelConfig, execution: Execution) -> list[Node]:
     parts = []
     if config.norm_placement == "pre":
         parts += _norm("final norm", config)
-    parts += [
+    parts.append(leaf("token ids", 16 * TOKENS, note="inputs and targets"))
+    if execution.loss == "fused":
+        return [
+            *parts,
+            leaf("gradient of the LM head's input", b_a * TOKENS * d, note="taken going forward"),
+            leaf("gradient of the LM head", 4 * V_p * d, note="float32, taken going forward"),
+        ]
+    return [
+        *parts,
         leaf("LM head input", b_a * TOKENS * d),
         leaf("LM head, cast", b_c * V * d),
-        leaf("token ids", 16 * TOKENS, note="inputs and targets"),
+        leaf("log-probabilities", 4 * TOKENS * V, note="float32, kept by the loss"),
     ]
+
+
+def forward_loss(execution: Execution) -> list[Node]:
+    """Return what the loss's forward pass holds besides what is kept."""
+    hidden = leaf("hidden state", b_r * TOKENS * d)
     if execution.loss == "unfused":
-        parts.append(leaf("log-probabilities", 4 * TOKENS * V, note="float32, kept by the loss"))
-    return parts
+        return [hidden, leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
+    copied = least(b_a, b_c + b_a * (V_p - V))  # cast, or padded, or neither
+    where = (("n_s", SLICE_ROWS),)
+    return [
+        hidden,
+        leaf("hidden state, cast", b_c * TOKENS * d),
+        leaf("LM head, cast or padded", copied * V_p * d),
+        Node("a slice of logits", b_a * n_s * V_p, note="then its gradient", where=where),
+    ]
 
 
 def loss_temporaries(execution: Execution) -> list[Node]:
     """Return what the loss's backward pass holds besides what was saved."""
     if execution.loss == "unfused":
-        grads = leaf("gradients of the logits", 8 * TOKENS * V, note="in and out of log-softmax")
-        return [grads]
-    rows: Number = LOSS_ROWS
-    return [
-        leaf("a slice of logits", 12 * rows * V, note=f"{LOSS_ROWS:,} rows at a time"),
-        leaf("gradient of the LM head input", b_a * TOKENS * d),
-    ]
-
-
-def forward_loss(execution: Execution) -> list[Node]:
-    """Return what the loss's forward pass holds: the last hidden state, and logits twice."""
-    hidden = leaf("hidden state", b_r * TOKENS * d)
-    if execution.loss == "fused":
-        return [hidden, *loss_temporaries(execution)]
-    return [hidden, leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
+        return [leaf("gradients of the logits", 8 * TOKENS * V, note="in and out of log-softmax")]
+    return [leaf("gradient of the LM head, cast", _low_g * V * d, note="where weights are 16-bit")]
 
 
 def dropped_casts(config: ModelConfig, execution: Execution) -> list[Node]:
-    """Return the cast weights that autocast keeps to the end of the forward pass anyway."""
+    """Return the cast weights that autocast keeps to the end of the forward pass anyway.
+
+    Joined weights are cast by us and not kept so.
+    """
     dropped = {"block": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
     halves = {"attention": _attention(config, execution), "ffn": _ffn(config)}
     casts = [

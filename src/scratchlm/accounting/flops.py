@@ -9,7 +9,8 @@ the roofline counts. The embedding is a lookup: 0.
               documents), logits that are used
     6ND       2·N per token forward, 4·N backward; N: active parameters; attention not counted
     hardware  what the machine executes: S×S in unfused attention, masked blocks skipped in fused,
-              whose backward computes QKᵀ once more; plus what checkpointing recomputes
+              whose backward computes QKᵀ once more; plus what checkpointing recomputes (a fused
+              loss takes its gradients in the forward pass and recomputes nothing)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Execution:
     """How a step is executed, as far as arithmetic and memory depend on it."""
 
     attention: str = "fused"  # or "unfused": scores are materialised
-    loss: str = "unfused"  # logits are materialised; "fused": in slices, never all at once
+    loss: str = "fused"  # head and loss slice by slice; or "unfused": all logits are formed
     checkpointing: str = "none"
 
     def __post_init__(self) -> None:
@@ -121,11 +122,9 @@ def _recomputation(config: ModelConfig, asked: Work, execution: Execution) -> No
     if execution.attention == "fused":
         again = 2 * asked.pairs * H * d_h
         parts.append(leaf("QKᵀ again", again, note="fused attention's backward recomputes scores"))
-    recomputed = [group("layers", parts, times=L)] if parts else []
-    if execution.loss == "fused":
-        logits = 2 * asked.heads * d * V
-        recomputed.append(leaf("LM head", logits, note="a fused loss keeps no logits"))
-    return group("recomputation", recomputed, UNIT, where=asked.where) if recomputed else None
+    if not parts:
+        return None
+    return group("recomputation", [group("layers", parts, times=L)], UNIT, where=asked.where)
 
 
 def _six_nd(asked: Work) -> Node:

@@ -2,10 +2,12 @@
 
 A training step is largest at one of a few moments; the peak is the largest of them:
 
-    forward    everything kept, and the logits as computed and in float32
-    loss       everything kept, and the gradient of the logits
+    forward    everything kept, and a slice of logits (unfused: all, as computed and in float32)
+    loss       everything kept, and going back: nothing new (unfused: the gradient of the logits)
     backward   what the layers keep, the last one being rebuilt and taken back
+    attention  the same where attention alone is rebuilt: its feed-forward layer is gone by then
     end        nearly all gradients are there, the first layer still being taken back
+    embedding  all gradients; of a tied table the head's, the embedding's and their sum
     update     weights, gradients, optimizer state
 
 Gradients are freed after the update (`set_to_none`), so they grow while activations shrink;
@@ -19,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scratchlm.accounting.activations import (
+    PADDED_VOCABULARY,
     TOKENS,
     UNIT,
     dropped_casts,
@@ -29,7 +32,7 @@ from scratchlm.accounting.activations import (
     recomputed_part,
     saved_tree,
 )
-from scratchlm.accounting.expr import Env, Expr, Number, ceil_div, total
+from scratchlm.accounting.expr import Env, Expr, Num, Number, ceil_div, total
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
 from scratchlm.accounting.parameters import layer_parts, parameter_tree
 from scratchlm.accounting.setup import Setup, bindings
@@ -44,6 +47,7 @@ from scratchlm.accounting.symbols import (
     N_ctx,
     N_layer,
     N_matrices,
+    N_tied,
     R,
     V,
     b_a,
@@ -61,6 +65,7 @@ from scratchlm.config import MLP, ModelConfig, MoE, Rotary
 
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
+_TIED = "a tied head's waits for the embedding's"
 # What one of G ranks has under tensor parallelism; the last rank's vocabulary may be shorter.
 RANK_SHARE: dict[str, Expr] = {
     "H": H / G,
@@ -119,7 +124,7 @@ def _divided(name: str, share: Expr, env: Env) -> Number:
 
 
 def derived(config: ModelConfig) -> dict[str, Expr]:
-    """Return the formulas of parameter counts that other formulas name."""
+    """Return the formulas of counts that other formulas name."""
     per_layer = total([part.expr for part in layer_parts(config)])
     matrices = [
         leaf.expr
@@ -131,6 +136,8 @@ def derived(config: ModelConfig) -> dict[str, Expr]:
         "N_all": parameter_tree(config).expr,
         "N_layer": per_layer,
         "N_matrices": total(matrices),
+        "N_tied": V * d if config.tie_embeddings else Num(0),
+        "V_p": PADDED_VOCABULARY,
     }
 
 
@@ -174,32 +181,67 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
         "forward": group("at the loss, going forward", before, UNIT),
         "loss": group("at the loss", [*always, *early, saved, *loss_temporaries(execution)], UNIT),
         "backward": group("in the last layer's backward", _backward(config, setup, always), UNIT),
+        **_in_attention(config, setup, always),
         "end": group("at the end of backward", _end(config, setup, always), UNIT),
+        "embedding": group("at the embedding, going back", _embedding(setup, always), UNIT),
         "update": group("at the update", [*always, gradients], UNIT),
     }
 
 
 def _backward(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
     """All layers' activations but not the loss's; the LM head has its gradient."""
-    head = leaf("gradient of the LM head", b_g * V * d / R)
-    rebuilt = recomputed_part(config, setup.execution)
+    execution = setup.execution
+    rebuilt = recomputed_part(config, execution) if execution.checkpointing != "attention" else None
     return [
         *always,
-        leaf("gradients", b_g * N_all / R) if setup.accumulate else head,
-        group("activations", kept_layers(config, setup.execution)),
+        _first_gradients(setup),
+        group("activations", kept_layers(config, execution)),
         *([rebuilt] if rebuilt is not None else []),
         _in_flight(config),
     ]
 
 
+def _first_gradients(setup: Setup) -> Node:
+    if setup.accumulate:
+        return leaf("gradients", b_g * (N_all + N_tied) / R, note=_TIED)
+    return leaf("gradient of the LM head", b_g * V * d / R)
+
+
+def _in_attention(config: ModelConfig, setup: Setup, always: list[Node]) -> dict[str, Node]:
+    """Attention being rebuilt in the last layer, whose feed-forward layer has been taken back."""
+    rebuilt = recomputed_part(config, setup.execution)
+    if setup.execution.checkpointing != "attention" or rebuilt is None:
+        return {}
+    last = kept_layers(config, setup.execution, Num(1))[0].parts
+    parts = [
+        *always,
+        _first_gradients(setup),
+        group("activations", kept_layers(config, setup.execution, L - 1)),
+        group("last layer", [part for part in last if part.name != "feed-forward"]),
+        rebuilt,
+        leaf("gradients in flight", b_r * TOKENS * d),
+    ]
+    return {"attention": group("in the last layer's attention, backward", parts, UNIT)}
+
+
 def _end(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
     """All gradients but the first layer's and the embedding's, and that layer still in flight."""
-    missing = 0 if setup.accumulate else N_layer + V * d
+    there = N_all if setup.accumulate else N_all - N_layer - V * d
     return [
         *always,
-        leaf("gradients", b_g * (N_all - missing) / R),
+        leaf("gradients", b_g * (there + N_tied) / R, note=_TIED),
         group("first layer's activations", one_layer(config, setup.execution).parts),
         _in_flight(config),
+    ]
+
+
+def _embedding(setup: Setup, always: list[Node]) -> list[Node]:
+    """The gradient of the embedding, before it is added to what is there."""
+    there = N_all + V * d if setup.accumulate else N_all
+    return [
+        *always,
+        leaf("gradients", b_g * (there + 2 * N_tied) / R, note="tied: of head, embedding, and sum"),
+        leaf("gradient of the hidden state", b_r * TOKENS * d),
     ]
 
 

@@ -282,8 +282,8 @@ def _training(setup: Setup) -> list[Control]:
             "loss",
             ("fused", "unfused"),
             execution.loss,
-            "unfused",
-            words="fused: logits are computed in slices, never all at once",
+            "fused",
+            words="unfused: all logits are formed at once, and kept for the backward pass",
         ),
         Control(
             "accumulate",

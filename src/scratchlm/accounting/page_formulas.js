@@ -229,8 +229,8 @@ function rooflineOf(phase, env, choices) {
 const pick = (named, env) => Object.fromEntries(named.map(([name, f]) => [name, valueOf(f, env)]));
 
 function boundsOf(phase, env, choices) {
-  const how = phase === "training" ? `/${choices.checkpointing}/${choices.optimizer}` : "";
-  const found = DATA.roofline[`${choices.ffn}/${phase}/${choices.attention}${how}`];
+  const step = phase === "training" ? `/${choices.checkpointing}/${choices.optimizer}` : "";
+  const found = DATA.roofline[`${choices.ffn}/${phase}/${choices.attention}/${choices.loss}${step}`];
   env = bind(found.where, env);
   const parts = found.parts.map(([name, flops, bytes, seconds]) => {
     const work = Number(valueOf(flops, env));

@@ -233,16 +233,16 @@ def _memory(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, dict[st
 
 def _roofline(table: Formulas, kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Any]]:
     """Only a training step knows checkpointing and an optimizer."""
-    for (kind, model), phase, attention in itertools.product(kinds.items(), _STEPS, _FUSED):
-        setup = Setup(phase=phase, execution=Execution(attention))
+    ways = itertools.product(kinds.items(), _STEPS, _FUSED, _FUSED)
+    for (kind, model), phase, attention, loss in ways:
+        key = f"{kind}/{phase}/{attention}/{loss}"
         if phase != "training":
-            yield f"{kind}/{phase}/{attention}", _parts(table, model, setup)
+            yield key, _parts(table, model, Setup(phase, execution=Execution(attention, loss)))
             continue
         for policy, optimizer in itertools.product(CHECKPOINTING, OPTIMIZERS):
-            execution = Execution(attention, checkpointing=policy)
-            asked = replace(setup, execution=execution, optimizer=optimizer)
-            key = f"{kind}/{phase}/{attention}/{policy}/{optimizer}"
-            yield key, _parts(table, model, asked)
+            execution = Execution(attention, loss, policy)
+            asked = Setup(phase, execution=execution, optimizer=optimizer)
+            yield f"{key}/{policy}/{optimizer}", _parts(table, model, asked)
 
 
 def _parts(table: Formulas, model: ModelConfig, setup: Setup) -> dict[str, Any]:

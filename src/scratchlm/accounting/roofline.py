@@ -121,8 +121,7 @@ def roofline_parts(config: ModelConfig, setup: Setup) -> tuple[list[Part], Work]
     asked = work(config, phase, causal=True, packed=bool(setup.documents))
     parts = _parts(config, asked, execution, 3 if phase == "training" else 1)
     if phase in ("forward", "training"):
-        passes = 8 if phase == "training" else 4  # over the float32 logits, read or written
-        parts.append(Part("loss", Num(0), 4 * passes * asked.heads * V))
+        parts.append(_loss(asked, execution, phase == "training"))
     if phase == "training":
         parts.append(_update(setup.optimizer))
         dropped = _RECOMPUTED.get(execution.checkpointing, set())
@@ -185,6 +184,14 @@ def _elementwise(config: ModelConfig, rows: Expr, times: int) -> Part:
     stream = (norms * (b_r + b_a) + 2 * (2 * b_r + b_a)) * d
     inside = b_a * (2 * (H + H_kv) * d_h + 3 * width)
     return Part("norms, residuals, activations", Num(0), times * L * rows * (stream + inside))
+
+
+def _loss(asked: Work, execution: Execution, gradient: bool) -> Part:
+    """A fused loss reads a slice twice and writes its gradient over it, as the head computes it."""
+    logits = asked.heads * V
+    if execution.loss == "fused":
+        return Part("loss", Num(0), (3 if gradient else 2) * b_a * logits)
+    return Part("loss", Num(0), 4 * (8 if gradient else 4) * logits)  # float32, read or written
 
 
 def _update(optimizer: str) -> Part:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,34 +97,32 @@ def verify_flops(config: ModelConfig, setup: Setup) -> list[Check]:
     batch, seq = int(env["B"]), int(env["S"])
     config = config if seq <= config.context_length else config.replace(context_length=seq)
     with torch.device("meta"):
-        model = TransformerLM(config, ops=_countable(config))
+        forward = FlopCounterMode(display=False)
+        projections = dict.fromkeys(("Q projection", "K projection", "V projection"), 0)
+        model = TransformerLM(config, ops=_countable(config, forward, projections))
         ids = torch.zeros(batch, seq, dtype=torch.long)
-    with FlopCounterMode(display=False) as forward:
+    with forward:
         loss = model.loss(ids, ids)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     ours = evaluate(flops_tree(config, "training", "full"), env)
     return [
-        *_by_component(ours.children[0], forward, config),
+        *_by_component(ours.children[0], forward, projections, config),
         Check("forward", ours.children[0].value, forward.get_total_flops(), "FLOP"),
         Check("backward", ours.children[1].value, backward.get_total_flops(), "FLOP"),
     ]
 
 
-def _by_component(ours: Item, counter: FlopCounterMode, config: ModelConfig) -> list[Check]:
+def _by_component(
+    ours: Item, counter: FlopCounterMode, projections: dict[str, int], config: ModelConfig
+) -> list[Check]:
     """Split the counter's sums along the modules; what is left in `attn` is QKᵀ and AV."""
     sums = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
 
     def measured(suffix: str) -> int:
         return sum(n for name, n in sums.items() if name.endswith(suffix))
 
-    projections = {
-        "Q projection": "attn.q_proj",
-        "K projection": "attn.k_proj",
-        "V projection": "attn.v_proj",
-        "output projection": "attn.output_proj",
-    }
-    counted = {name: measured(module) for name, module in projections.items()}
+    counted = {**projections, "output projection": measured("attn.output_proj")}
     counted["attention"] = measured(".attn") - sum(counted.values())
     counted["feed-forward"] = measured(".ffn")
     layers = config.num_layers
@@ -132,11 +131,25 @@ def _by_component(ours: Item, counter: FlopCounterMode, config: ModelConfig) -> 
     return [*checks, Check("LM head", ours["LM head"].value, head, "FLOP")]
 
 
-def _countable(config: ModelConfig) -> Ops:
-    """Return the reference ops; on `meta` no token chooses an expert, so all get an even share."""
-    if isinstance(config.ffn, MoE):
-        return dataclasses.replace(OPS["reference"], moe=balanced_moe)
-    return OPS["reference"]
+def _countable(config: ModelConfig, counter: FlopCounterMode, projections: dict[str, int]) -> Ops:
+    """Return the reference ops, with Q, K and V (one op, no modules of their own) told apart.
+
+    On `meta` no token chooses an expert, so all get an even share.
+    """
+    plain = OPS["reference"]
+
+    def linears(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        maps = []
+        for name, weight, bias in zip(projections, weights, biases, strict=True):
+            before = counter.get_total_flops()
+            maps.append(plain.linear(x, weight, bias))
+            projections[name] += counter.get_total_flops() - before
+        return maps
+
+    moe = balanced_moe if isinstance(config.ffn, MoE) else plain.moe
+    return dataclasses.replace(plain, linears=linears, moe=moe)
 
 
 def balanced_moe(
@@ -164,6 +177,12 @@ def balanced_moe(
     return Routed(output.view_as(x), probabilities, experts)
 
 
+def all_logits_at_once(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
+    """Do what the fused loss avoids: form all logits, then the loss from them."""
+    logits = OPS["fast"].linear(hidden, weight)
+    return OPS["fast"].cross_entropy(logits, targets, **how)
+
+
 def verify_memory(config: ModelConfig, setup: Setup) -> Check:
     """Compare with the peak of two real training steps on the CUDA device."""
     predicted = memory(config, setup).training.value
@@ -174,9 +193,11 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     """Run two training steps and return the most bytes that were allocated at once."""
     env = bindings(config, setup)
     low = torch.bfloat16 if setup.precision == "bf16" else None
-    attention = OPS["reference"].attention if setup.execution.attention == "unfused" else None
     ops = OPS["fast"]
-    ops = ops if attention is None else dataclasses.replace(ops, attention=attention)
+    if setup.execution.attention == "unfused":
+        ops = dataclasses.replace(ops, attention=OPS["reference"].attention)
+    if setup.execution.loss == "unfused":
+        ops = dataclasses.replace(ops, linear_cross_entropy=all_logits_at_once)
     with torch.device(device):
         model = TransformerLM(config, ops=ops, dtype=low)
         ids = torch.zeros(int(env["B"]), int(env["S"]), dtype=torch.long)

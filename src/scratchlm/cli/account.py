@@ -51,7 +51,9 @@ def account(
         str, typer.Option(help="What is recomputed: none, attention, ffn or block.")
     ] = "none",
     attention: Annotated[str, typer.Option(help="fused or unfused.")] = "fused",
-    loss: Annotated[str, typer.Option(help="fused or unfused.")] = "unfused",
+    loss: Annotated[
+        str, typer.Option(help="fused (slice by slice) or unfused (all logits at once).")
+    ] = "fused",
     accumulate: Annotated[
         bool, typer.Option("--accumulate", help="Gradients live from step to step.")
     ] = False,
