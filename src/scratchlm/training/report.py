@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from scratchlm.accounting import Execution, Setup, count_parameters, memory
+from scratchlm.accounting import (
+    CHECKPOINTING,
+    PRECISIONS,
+    Execution,
+    Setup,
+    count_parameters,
+    memory,
+)
 from scratchlm.checkpoint import MODEL, find_checkpoints, read_manifest
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
@@ -152,21 +159,33 @@ def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> 
                 f"{duration(clock['seconds'])}, {least / clock['seconds']:.0%} overall",
             )
         )
-    setup = Setup(
-        phase="training",
-        batch=settings.micro_batch_size or settings.batch_size,
-        precision=settings.precision or "fp32",
-        optimizer=settings.optimizer,
-        execution=Execution(checkpointing=settings.checkpointing),
-        accumulate=(settings.micro_batch_size or settings.batch_size) < settings.batch_size,
-    )
-    predicted = float(memory(model, setup).training.value)
-    rows.append(("peak memory", _bytes(predicted), _bytes(clock["memory_bytes"])))
+    rows.append(("peak memory", _predicted_peak(plan), _bytes(clock["memory_bytes"])))
     note = (
         "<p>Measured memory is that of torch's allocator on a GPU; on a CPU it is the whole "
         "process, Python and libraries included.</p>"
     )
     return table(("", "computed beforehand", "measured"), rows) + note
+
+
+def _predicted_peak(plan: Plan) -> str:
+    settings = plan.train
+    batch = settings.micro_batch_size or settings.batch_size
+    precision = settings.precision or "fp32"
+    if settings.checkpointing not in CHECKPOINTING or precision not in PRECISIONS:
+        return "not modelled"
+    setup = Setup(
+        phase="training",
+        batch=batch,
+        precision=precision,
+        optimizer=settings.optimizer,
+        execution=Execution(
+            # a compiler that sees the whole model forms all logits
+            loss="unfused" if settings.compile == "model" else "fused",
+            checkpointing=settings.checkpointing,
+        ),
+        accumulate=batch < settings.batch_size,
+    )
+    return _bytes(float(memory(plan.model, setup).training.value))
 
 
 def _stored_parameters(run: Path) -> str:
