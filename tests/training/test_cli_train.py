@@ -1,6 +1,7 @@
 """`scratchlm train`, `evaluate` and `compare` as a person uses them."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
+from scratchlm.cli.threads import wait_asleep
 from scratchlm.training import read_metrics
 from training.tiny import log_of, write_data
 
@@ -273,14 +275,48 @@ def test_a_nan_names_the_step(cli, tmp_path):
     assert re.search(r"error: step \d+: the (loss|gradient norm) is (nan|inf)", err)
 
 
-def test_tensorboard_is_asked_for_by_name(cli, tmp_path):
+def test_tensorboard_gets_what_metrics_gets(cli, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    code, _, err = cli("train", data, "--out", run, "--steps", 6, *SMALL, "--tensorboard")
+    assert code == 0, err
+    log = EventAccumulator(str(run / "tensorboard"))
+    log.Reload()
+    steps = [record for record in read_metrics(run) if "loss" in record]
+    logged = log.Scalars("train/loss")
+    assert [event.step for event in logged] == [record["step"] for record in steps]
+    assert [event.value for event in logged] == pytest.approx([r["loss"] for r in steps])
+    assert {"train/lr", "train/grad_norm", "held-out/val_loss"} <= set(log.Tags()["scalars"])
+
+
+def test_without_its_package_tensorboard_is_refused_before_any_work(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("scratchlm.cli.training_console.find_spec", lambda name: None)
     data = write_data(tmp_path / "data")
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        code, _, err = cli("train", data, "--out", tmp_path / "run", *SMALL, "--tensorboard")
-        assert code == 2
-        assert "error: --tensorboard needs the package tensorboard" in err
+    code, _, err = cli("train", data, "--out", tmp_path / "run", *SMALL, "--tensorboard")
+    assert code == 2
+    assert err == (
+        "error: --tensorboard needs the package tensorboard: pip install 'scratchlm[tensorboard]'\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("chosen", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(chosen, found, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": chosen} if chosen else {})
+    wait_asleep()
+    assert os.environ["OMP_WAIT_POLICY"] == found
+
+
+def test_torch_is_not_imported_before_the_threads_are_asked_to_sleep():
+    """OpenMP reads the wish once: a command that imports torch first would make it in vain."""
+    code = (
+        "import sys; import scratchlm.cli; from scratchlm.cli.threads import wait_asleep; "
+        "wait_asleep(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_evaluate_and_compare_refuse_what_they_cannot_use(cli, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from scratchlm.cli.threads import wait_asleep
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +85,7 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
+    wait_asleep()
     from scratchlm.cli.training_setup import Wish
     from scratchlm.training.settings import parse_overrides
 
@@ -118,6 +122,8 @@ def _train(
     from scratchlm.errors import ScratchLMError
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
 
+    if tensorboard:
+        TensorBoard.require()
     where = choose_device(device)
     begun = has_run(wish.out)
     if begun and not resume:
@@ -129,12 +135,13 @@ def _train(
     plan = (continue_plan if begun else make_plan)(wish, machine, _say)
     settings = plan.train.resolved(where.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
-    watchers: tuple[Watcher, ...] = (console,)
-    if tensorboard:
-        watchers += (TensorBoard(wish.out / "tensorboard"),)
+    watchers: list[Watcher] = [console]
     sample, bytes_per_id = _text_tools(plan, prompt)
     with watch_signals(console.stop_notice) as stop:
-        with console:
+        with console, contextlib.ExitStack() as at_the_end:
+            if tensorboard:
+                board = TensorBoard(wish.out / "tensorboard")
+                watchers.append(at_the_end.enter_context(contextlib.closing(board)))
             outcome = run_plan(
                 wish.out,
                 plan,
@@ -143,7 +150,7 @@ def _train(
                 ops=ops,
                 bytes_per_id=bytes_per_id,
                 sample=sample,
-                watchers=watchers,
+                watchers=tuple(watchers),
                 on_begin=lambda learner, run, _: _announce(plan, learner, run.reached.step),
                 warn=lambda message: _say(f"warning: {message}"),
                 should_stop=stop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,18 @@ class TrainingConsole(Watcher):
 class TensorBoard(Watcher):
     """Writes the same figures for TensorBoard, where that is installed."""
 
-    def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
+    @staticmethod
+    def require() -> None:
+        """Refuse, before any work, where the package is missing."""
+        if find_spec("tensorboard") is None:
             raise ValueError(
-                "--tensorboard needs the package tensorboard, which is not installed"
-            ) from None
+                "--tensorboard needs the package tensorboard: pip install 'scratchlm[tensorboard]'"
+            )
+
+    def __init__(self, directory: Path) -> None:
+        self.require()
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer: Any = SummaryWriter(str(directory))
 
     def stepped(self, record: dict[str, Any]) -> None:
@@ -131,3 +137,11 @@ class TensorBoard(Watcher):
     def sampled(self, record: dict[str, Any]) -> None:
         """Log what the model wrote."""
         self.writer.add_text("samples", "\n\n".join(record["samples"]), record["step"])
+
+    def saved(self, path: Path) -> None:
+        """Bring to disk what belongs to a checkpoint."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """End the log."""
+        self.writer.close()

@@ -6,13 +6,14 @@ here is the walk through them.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from scratchlm.cli.threads import wait_asleep
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,7 @@ def demo(
     Exit status 0: the held-out loss is within 3 % of that floor and every probability shown within
     0.03 of the truth; 1: not. A demo that was interrupted goes on where it stopped.
     """
-    # Threads that spin while they wait for each other slow a busy machine to a tenth. OpenMP reads
-    # this when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_asleep()
     from scratchlm.cli.demo.corpus import Wanted, begin_afresh
 
     if seed < 0:
