@@ -46,6 +46,7 @@ PATHS: dict[str, tuple[str, int, dict[str, str]]] = {
         0,
         {"precision": "bf16-residual", "compile": "block", "checkpointing": "selective"},
     ),
+    "fast, fp8, compiled": ("fast", 0, {"precision": "fp8", "compile": "block"}),
 }
 BASE = TrainConfig(batch_size=32, lr=1e-3, warmup_steps=20, eval_every=0)
 SIZES = {"context_length": 128, "d_model": 256, "num_layers": 4, "num_heads": 4, "d_ff": 640}

@@ -10,11 +10,11 @@ is the definition, `OPS["fast"]` the same functions at speed, and anybody may br
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from scratchlm.ops import fast, reference
+from scratchlm.ops import fast, fp8, reference
 from scratchlm.ops.masks import CausalMask
 from scratchlm.ops.routing import Routed, load_balancing_loss
 
@@ -78,6 +78,9 @@ OPS: dict[str, Ops] = {
         linear_cross_entropy=fast.linear_cross_entropy,
     ),
 }
+OPS["fp8"] = replace(
+    OPS["fast"], linear=fp8.linear, linears=fp8.linears, swiglu=fp8.swiglu, mlp=fp8.mlp
+)
 
 
 def get_ops(ops: str | Ops) -> Ops:

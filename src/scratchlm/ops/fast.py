@@ -288,11 +288,19 @@ def swiglu(
 ) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x)."""
     if trains_by_kernel(x):
-        from scratchlm.ops.kernels.gate import gate as gate_kernel
+        return linear(gate(_joined(x, (w1, w3), (b1, b3))), w2, b2)
+    gated, up = linears(x, (w1, w3), (b1, b3))
+    return linear(F.silu(gated) * up, w2, b2)
 
-        return linear(gate_kernel(_joined(x, (w1, w3), (b1, b3))), w2, b2)
-    gate, up = linears(x, (w1, w3), (b1, b3))
-    return linear(F.silu(gate) * up, w2, b2)
+
+def gate(joined: Tensor) -> Tensor:
+    """SiLU of the first half of the last dimension, times the second half."""
+    if trains_by_kernel(joined):
+        from scratchlm.ops.kernels.gate import gate as by_kernel
+
+        return by_kernel(joined)
+    a, b = joined.chunk(2, dim=-1)
+    return F.silu(a) * b
 
 
 def mlp(

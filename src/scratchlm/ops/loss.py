@@ -101,7 +101,9 @@ class _Gradients:
         if of_rows is not None:
             of_rows.mul_(above)
         if of_weight is not None:
-            of_weight = of_weight.mul_(above)[: self.vocab].to(self.dtype)
+            of_weight = of_weight.mul_(above).to(self.dtype)
+            if len(of_weight) > self.vocab:  # a view, which autograd would not add to in place
+                of_weight = of_weight[: self.vocab]
         return of_rows, of_weight
 
 

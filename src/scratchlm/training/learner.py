@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.ops import Ops
+from scratchlm.ops import OPS, Ops
 from scratchlm.training.optimizers import make_optimizers
 from scratchlm.training.settings import TrainConfig
 
@@ -58,8 +58,7 @@ class Learner:
         if settings.ema:
             self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
         apply_checkpointing(model, settings.checkpointing)
-        if settings.precision == "bf16-residual":
-            model.token_embeddings.register_forward_hook(_in_bfloat16)
+        apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -162,6 +161,16 @@ def build_model(
 
 
 # Means applied from outside
+
+
+def apply_precision(model: TransformerLM, precision: str | None) -> None:
+    """Let the residual stream, or also the layers' products, run lower than autocast has them."""
+    if precision in ("bf16-residual", "fp8"):
+        model.token_embeddings.register_forward_hook(_in_bfloat16)
+    if precision == "fp8":
+        for module in model.layers.modules():
+            if getattr(module, "ops", None) is OPS["fast"]:
+                module.ops = OPS["fp8"]  # type: ignore[assignment]
 
 
 def _in_bfloat16(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from scratchlm.config import ModelConfig
 
 SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
-PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual")
+PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
 
@@ -50,7 +50,9 @@ class TrainConfig:
     document_mask: bool = False  # documents packed in one sequence do not see each other
     ema: float = 0.0  # decay of the weights' moving average; 0: none
     # means
-    precision: str | None = None  # None: bf16-mixed on a GPU, fp32 elsewhere; bf16-residual
+    # bf16-mixed: matmuls and attention; bf16-residual: the stream between layers too; fp8: the
+    # layers' matmuls lower still. None: bf16-mixed on a GPU, fp32 elsewhere
+    precision: str | None = None
     compile: str = "off"
     checkpointing: str = "none"
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others

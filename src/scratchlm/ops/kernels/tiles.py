@@ -62,13 +62,15 @@ def choose_spread(capacity: int, heads: int, rows: int, d_head: int) -> Spread:
 
     A program holds its first block of keys and values in registers before the query is known, and
     every further block costs a wait of its own; but adding shares up costs a trip to memory and
-    back, so a cache of up to three blocks is not split.
+    back, so a few rows with a cache of up to three blocks are not split. Many rows fill the chip
+    with small programs that wait for memory in turn.
     """
-    keys = max(16, min(256, 16_384 // power_of_two(d_head), power_of_two(capacity)))
-    if capacity <= 3 * keys:
+    width, longest = power_of_two(d_head), power_of_two(capacity)
+    keys = max(16, min(256, 16_384 // width, longest))
+    if capacity <= 3 * keys and heads * rows < PROGRAMS_WANTED:
         if rows == 1 and (d_head, keys) in MEASURED_SPREADS:
             return MEASURED_SPREADS[d_head, keys]
-        return Spread(keys, 8 if keys * d_head >= 8192 else 4, 1)
-    keys = max(16, keys // 2)
-    wanted = max(1, 4 * PROGRAMS_WANTED // (heads * rows))
-    return Spread(keys, 4, min(-(-capacity // keys), power_of_two(wanted), 64))
+        return Spread(keys, 8 if keys * width >= 8192 else 4, 1)
+    keys = max(16, min(4096 // width, longest))
+    wanted = power_of_two(max(1, 4 * PROGRAMS_WANTED // (heads * rows)))
+    return Spread(keys, 4, min(-(-capacity // keys), wanted, 64))

@@ -1,0 +1,125 @@
+"""Training's matrix products in 8-bit floating point, on GPUs that multiply it.
+
+    y = W x          both rounded to e4m3 (3 bits of fraction), summed in float32
+    ∂x = Wᵀ ∂y,  ∂W = ∂y xᵀ       the gradient ∂y rounded to e5m2 (a wider range)
+
+Every matrix is scaled by its own largest magnitude, found anew each time. What is kept for the
+backward pass is 8 bits too. Everything else, the head and the loss included, is `ops/fast.py`'s.
+Opt-in: `TransformerLM(config, ops="fp8")`, or `train.precision = "fp8"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scratchlm.ops import fast
+from scratchlm.ops.kernels import has_triton
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+_LARGEST = {FORWARD: 448.0, BACKWARD: 57344.0}
+_WHOLE = 16  # what every side of an 8-bit product must be a multiple of
+
+
+def quantize(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix in 8 bits, its transpose in 8 bits, and the scale of both."""
+    if x.is_cuda and has_triton():
+        from scratchlm.ops.kernels.quantize import quantize as by_kernel
+
+        q, turned, scale = by_kernel(x, kind)
+        return q, turned, scale
+    top = x.abs().amax().float()
+    scale = torch.where(top > 0, top / _LARGEST[kind], 1.0)
+    q = (x.float() / scale).clamp(-_LARGEST[kind], _LARGEST[kind]).to(kind)
+    return q, q.t().contiguous(), scale
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ over rows, in 8 bits both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        low_x, turned_x, scale_x = quantize(x, FORWARD)
+        low_w, turned_w, scale_w = quantize(weight, FORWARD)
+        ctx.save_for_backward(turned_x, scale_x, turned_w, scale_w)
+        return _multiply(low_x, low_w, scale_x, scale_w)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+        turned_x, scale_x, turned_w, scale_w = ctx.saved_tensors
+        low, turned, scale = quantize(slope, BACKWARD)
+        of_x = _multiply(low, turned_w, scale, scale_w)
+        return of_x, _multiply(turned, turned_x, scale, scale_x)
+
+
+def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """a bᵀ in bfloat16."""
+    low = torch.bfloat16
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=low, use_fast_accum=True)
+
+
+def _fits(rows: int, weight: Tensor) -> bool:
+    return all(side % _WHOLE == 0 for side in (rows, *weight.shape))
+
+
+def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """[W₁ x; W₂ x; …]: in 8 bits where training runs low and the sides are whole."""
+    joined = torch.cat([weight.to(torch.bfloat16) for weight in weights])
+    rows = x.reshape(-1, x.shape[-1])
+    if _fits(len(rows), joined):
+        y = _Product.apply(rows.to(torch.bfloat16), joined).view(*x.shape[:-1], len(joined))
+    else:
+        y = F.linear(x, joined)
+    if all(bias is None for bias in biases):
+        return y
+    parts = zip(weights, biases, strict=True)
+    return y + torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts]).to(y.dtype)
+
+
+def _runs_low(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = W x (+ b)."""
+    return _product(x, [weight], [bias]) if _runs_low(x) else fast.linear(x, weight, bias)
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """Several maps of one input, in one product."""
+    if not _runs_low(x):
+        return fast.linears(x, weights, biases)
+    return _product(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
+
+
+def swiglu(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+) -> Tensor:
+    """W2(SiLU(W1 x) ⊙ W3 x)."""
+    if not _runs_low(x):
+        return fast.swiglu(x, w1, w2, w3, b1, b2, b3)
+    return linear(fast.gate(_product(x, (w1, w3), (b1, b3))), w2, b2)
+
+
+def mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """W2 act(W1 x)."""
+    return linear(fast.ACTIVATIONS[activation](linear(x, w1, b1)), w2, b2)
