@@ -3,6 +3,7 @@
     python bench/decode.py                         all tables (about four minutes)
     python bench/decode.py --only one --no-peers   one of: one, batches, kernels, prefill
     python bench/decode.py --shape medium          one of: gpt2-xl, medium, qwen3-0.6b
+    python bench/decode.py --check                 is it right, in every way it can run
     python bench/decode.py --tune --shape medium   measure tiles inside whole steps, print the best
 
 bf16, random weights, a prompt of 64 tokens, then greedy steps; tokens stay on the device. The bound
@@ -374,6 +375,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("one", "batches", "kernels", "prefill"))
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--seconds", type=int, default=150, help="how long --tune may take")
     args = parser.parse_args()
@@ -382,8 +384,10 @@ def main() -> None:
     names, peers, rate = args.shape or list(SHAPES), not args.no_peers, copy_rate()
     where = f"{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s"
     print(where, flush=True)
-    from decode_parts import kernels, tune
+    from decode_parts import check, kernels, tune
 
+    if args.check:
+        return check({name: SHAPES[name][0] for name in names})
     if args.tune:
         return tune({name: SHAPES[name][0] for name in names}, args.seconds)
     parts: dict[str, Callable[[], str]] = {

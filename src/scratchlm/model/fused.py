@@ -82,7 +82,6 @@ class FusedStep:
         self.model, self.cache, self.greedy = model, cache, greedy
         self.rows = rows = cache.batch_size
         self.few = rows <= MAX_ROWS
-        self.pdl = pdl and self.few
         self.tiles = dict(tiles or {})
         self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
         config, weight = model.config, model.token_embeddings.weight
@@ -109,7 +108,8 @@ class FusedStep:
         from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
 
         self.kernels, self.attention = decode, decode_attention
-        self.interpreted = not hasattr(decode.embed, "warmup")  # Triton's interpreter, in tests
+        self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
+        self.pdl = pdl and self.few and not self.interpreted
 
     def run(self) -> None:
         """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
