@@ -11,7 +11,7 @@ import torch
 from scratchlm.inference import generate
 from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
-from scratchlm.model.fused import why_not_fused
+from scratchlm.model.fused import MAX_ROWS, why_not_fused
 from scratchlm.ops.kernels.tiles import Spread, Tile
 from tiny_models import FAMILIES, build, ids
 
@@ -155,8 +155,9 @@ def test_with_and_without_early_starts_and_recording_it_is_the_same(family, rows
     for options in ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False}):
         decoder = decoder_for(model, filled(model, rows, tokens), tiles=None, **options)
         found.append(torch.stack([decoder.step(tokens[:, i]).clone() for i in (6, 7, 8)]))
+    rounding = 0 if rows <= MAX_ROWS else 1e-5  # more rows: products of the library's choosing
     for other in found[1:]:
-        torch.testing.assert_close(other, found[0], atol=0, rtol=0)
+        torch.testing.assert_close(other, found[0], atol=rounding, rtol=rounding)
 
 
 @needs_cuda
