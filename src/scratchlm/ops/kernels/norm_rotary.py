@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 16  # per program
+TOKENS = 16  # at a time
+TILES = 8  # times a program of the backward pass does that: fewer parts of the gain's gradient
 
 
 @triton.jit
@@ -105,35 +106,42 @@ def _backward(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     head = tl.program_id(1) % heads
     batch = (tl.program_id(1) // heads).to(tl.int64)
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     pair = tl.arange(0, PADDED)[None, :]
-    inside = (token < seq) & (pair < HALF)
-    place = batch * table_batch + token * HALF + pair
-    c = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
-    source = x + batch * x_batch + head * x_head + token * x_seq
-    a, b = _halves(source, inside, HALF, PADDED, INTERLEAVED)
-    ga, gb = _halves(gain + 0 * token, inside, HALF, PADDED, INTERLEAVED)
-    above = slope + batch * slope_batch + head * slope_head + token * slope_seq
-    ya, yb = _halves(above, inside, HALF, PADDED, INTERLEAVED)
-    na, nb = ya * c + yb * s, yb * c - ya * s  # turned back
-    square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
-    inverse = (1 / tl.sqrt(square + eps))[:, None]
-    along = (tl.sum(na * ga * a + nb * gb * b, axis=1) / (2 * HALF))[:, None] * inverse * inverse
-    target = out + ((batch * seq + token) * heads + head) * 2 * HALF
-    da, db = (na * ga - a * along) * inverse, (nb * gb - b * along) * inverse
-    _store_halves(target, da, db, inside, HALF, PADDED, INTERLEAVED)
+    sum_a, sum_b = tl.zeros((PADDED,), tl.float32), tl.zeros((PADDED,), tl.float32)
+    for tile in range(TILES):
+        first = (tl.program_id(0) * TILES + tile) * TOKENS
+        token = (first + tl.arange(0, TOKENS))[:, None]
+        inside = (token < seq) & (pair < HALF)
+        place = batch * table_batch + token * HALF + pair
+        c = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+        source = x + batch * x_batch + head * x_head + token * x_seq
+        a, b = _halves(source, inside, HALF, PADDED, INTERLEAVED)
+        above = slope + batch * slope_batch + head * slope_head + token * slope_seq
+        ya, yb = _halves(above, inside, HALF, PADDED, INTERLEAVED)
+        ga, gb = _halves(gain + 0 * token, inside, HALF, PADDED, INTERLEAVED)
+        na, nb = ya * c + yb * s, yb * c - ya * s  # turned back
+        square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
+        inverse = (1 / tl.sqrt(square + eps))[:, None]
+        along = tl.sum(na * ga * a + nb * gb * b, axis=1) / (2 * HALF)
+        along = along[:, None] * inverse * inverse
+        target = out + ((batch * seq + token) * heads + head) * 2 * HALF
+        da, db = (na * ga - a * along) * inverse, (nb * gb - b * along) * inverse
+        _store_halves(target, da, db, inside, HALF, PADDED, INTERLEAVED)
+        sum_a += tl.sum(na * a * inverse, axis=0)
+        sum_b += tl.sum(nb * b * inverse, axis=0)
     program = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     part = gain_parts + program * 2 * HALF
     ours = tl.arange(0, PADDED)
-    first, second = ours, HALF + ours
+    first_at, second_at = ours, HALF + ours
     if INTERLEAVED:
-        first, second = 2 * ours, 2 * ours + 1
-    tl.store(part + first, tl.sum(na * a * inverse, axis=0), mask=ours < HALF)
-    tl.store(part + second, tl.sum(nb * b * inverse, axis=0), mask=ours < HALF)
+        first_at, second_at = 2 * ours, 2 * ours + 1
+    tl.store(part + first_at, sum_a, mask=ours < HALF)
+    tl.store(part + second_at, sum_b, mask=ours < HALF)
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
@@ -179,12 +187,13 @@ def norm_turn_backward(
     slope = slope if slope.stride(-1) == 1 else slope.contiguous()
     cos, sin, out = cos.contiguous(), sin.contiguous(), _result(x)
     heads, seq, width = x.shape[1:]
-    tiles, rows = _grid(x)
-    parts = torch.empty(tiles * rows, width, dtype=torch.float32, device=x.device)
+    programs, rows = triton.cdiv(seq, TOKENS * TILES), x.shape[0] * heads
+    parts = torch.empty(programs * rows, width, dtype=torch.float32, device=x.device)
     table = seq * (width // 2) if cos.ndim > 2 else 0
     places = (*x.stride()[:3], *slope.stride()[:3], table)
-    _backward[_grid(x)](
-        x, gain, cos, sin, slope, out, parts, heads, seq, *places, eps, **_sizes(x, interleaved)
+    sizes = {**_sizes(x, interleaved), "TILES": TILES}
+    _backward[(programs, rows)](
+        x, gain, cos, sin, slope, out, parts, heads, seq, *places, eps, **sizes
     )
     return out, parts.sum(dim=0).to(gain.dtype)
 
