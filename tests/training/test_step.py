@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from scratchlm import ModelConfig
 from scratchlm.config import MoE
 from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
+from scratchlm.training.recording import RecordedBackward
 from training.tiny import MODEL, make_learner, state_of
 
 
@@ -199,3 +201,86 @@ def test_settings_are_resolved_by_device():
     settings = TrainConfig(steps=400, lr=1.0).resolved("cpu")
     assert (settings.precision, settings.min_lr, settings.warmup_steps) == ("fp32", 0.1, 20)
     assert settings == replace(settings).resolved("cpu")
+
+
+def test_all_layers_share_one_compiled_graph(monkeypatch):
+    """Whatever is recomputed: compiling a deep model costs what compiling one layer costs."""
+    config = ModelConfig(32, 8, d_model=16, num_layers=12, num_heads=2, d_ff=32)
+    tokens = torch.randint(32, (2, 8))
+    for policy in ("none", "ffn", "selective", "block"):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+        learner = Learner(build_model(config, 0, "cpu"), TrainConfig(checkpointing=policy))
+        for layer in learner.model.layers:
+            layer.compile(backend=counter, fullgraph=True)
+        for _ in range(2):
+            learner.loss(tokens, tokens).backward()
+        assert counter.frame_count == 1
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: what was recorded is run again on replay."""
+
+    recording = None
+
+    def replay(self):
+        FakeGraph.recording()
+
+
+def test_a_recorded_backward_fills_the_same_gradients_as_the_plain_one(monkeypatch):
+    """On a CPU the recorder's own logic; what a graph does with it is shown on a GPU."""
+    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
+    learner = Learner(build_model(config, 0, "cpu"), TrainConfig())
+    parameters = list(learner.parameters.values())
+    recorded = RecordedBackward(learner.backward, parameters)
+
+    def record(batch, weight):
+        recorded._batch = Batch(batch.inputs.clone(), batch.targets.clone())
+        recorded._weight, recorded._loss = weight.clone(), torch.zeros(())
+        recorded._gradients = [torch.zeros_like(p) for p in parameters]
+        recorded._graph = FakeGraph()
+
+        def again():
+            for p in parameters:
+                p.grad.zero_()
+            recorded._loss.copy_(learner.backward(recorded._batch, recorded._weight))
+
+        FakeGraph.recording = again
+
+    monkeypatch.setattr(recorded, "_record", record)
+    for step in range(5):
+        tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(step))
+        batch, weight = Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(0.5 + step)
+        found = []
+        for run in (learner.backward, recorded):
+            for p in parameters:
+                p.grad = None
+            found.append([run(batch, weight), *(p.grad.clone() for p in parameters)])
+        for plain, replayed in zip(*found, strict=True):
+            torch.testing.assert_close(plain, replayed)
+    short = Batch(tokens[:1, :-1], tokens[:1, 1:])
+    for p in parameters:
+        p.grad = None
+    torch.testing.assert_close(recorded(short, weight), learner.backward(short, weight))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-residual", "fp8"])
+def test_a_recorded_run_takes_the_steps_of_a_plain_one(precision):
+    config = ModelConfig(64, 32, d_model=64, num_layers=2, num_heads=2, d_ff=128)
+    losses = []
+    for cuda_graph in (False, True):
+        settings = TrainConfig(
+            batch_size=4, precision=precision, cuda_graph=cuda_graph, compile="block"
+        )
+        learner = Learner(build_model(config, 0, "cuda"), settings)
+        steps = []
+        for step in range(8):
+            tokens = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(step))
+            batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            steps.append(take_step(learner, batch, step, 1e-3).loss)
+        losses.append(steps)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][0] != losses[0][-1]

@@ -25,10 +25,12 @@ from torch.utils.checkpoint import (
 )
 
 from scratchlm.config import ModelConfig
+from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import OPS, Ops
 from scratchlm.training.optimizers import make_optimizers
+from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
 
 
@@ -60,11 +62,28 @@ class Learner:
         apply_checkpointing(model, settings.checkpointing)
         apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
+        self.recorded: RecordedBackward | None = None
+        if settings.cuda_graph and self.device.type == "cuda":
+            self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Run matmuls in bfloat16 where the settings say so."""
         mixed = self.settings.precision != "fp32"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
+
+    def backward(self, batch: Batch, weight: Tensor) -> Tensor:
+        """Add to the gradients those of the batch's mean loss × weight; return that."""
+        batch = batch.to(self.device, non_blocking=True)
+        with self.autocast():
+            mean = self.loss(
+                batch.inputs,
+                batch.targets,
+                document_ids=batch.document_ids,
+                z_loss=self.settings.z_loss,
+            )
+        share = mean * weight.to(mean, non_blocking=True)
+        share.backward()
+        return share.detach()
 
     def set_lr(self, lr: float) -> None:
         """Give every optimizer the step's learning rate."""

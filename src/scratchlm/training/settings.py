@@ -55,6 +55,7 @@ class TrainConfig:
     precision: str | None = None
     compile: str = "off"
     checkpointing: str = "none"
+    cuda_graph: bool = False  # forward and backward recorded once and replayed; a GPU's matter
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
@@ -75,7 +76,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value not in choices and not (value is None and name == "precision"):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-        for name in ("fast_optimizer", "document_mask", "deterministic"):
+        for name in ("fast_optimizer", "document_mask", "cuda_graph", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:

@@ -41,11 +41,12 @@ def _quantize(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * up
-    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(q.dtype.element_ty)
-    tl.store(q + place, value, mask=inside)
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    tl.store(q + place, value.to(q.dtype.element_ty), mask=inside)
     over = column[:, None] * rows + row[None, :]
     there = (column < columns)[:, None] & (row < rows)[None, :]
-    tl.store(turned + over, tl.trans(value), mask=there)
+    # Turned before it is rounded: Triton 3.6 does not turn 8-bit tiles right.
+    tl.store(turned + over, tl.trans(value).to(q.dtype.element_ty), mask=there)
 
 
 def quantize_both_ways(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
