@@ -55,7 +55,7 @@ class Recipe:
 CPU_SIZES = {"context_length": 64, "d_model": 128, "num_layers": 4, "num_heads": 4, "d_ff": 320}
 GPU_SIZES = {"context_length": 256, "d_model": 384, "num_layers": 6, "num_heads": 6, "d_ff": 1024}
 # Of our parts, those that torch runs fastest on a CPU; three matrices of 320 for two of 512.
-_CPU_PARTS = {"positions": Rotary(layout="half"), "norm": LayerNorm(bias=False)}
+_CPU_PARTS = {"positions": Rotary(), "norm": LayerNorm(bias=False)}
 _CPU = TrainConfig(
     steps=2_000,
     batch_size=12,

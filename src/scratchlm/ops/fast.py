@@ -103,8 +103,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x · s · g and s = 1 / sqrt(mean(x²) + ε): five operations, where torch takes nine."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean_square = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1])
-    scale = mean_square.rsqrt_()
+    start = torch.scalar_tensor(eps, dtype=x.dtype)
+    scale = torch.addcmul(start, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight), scale
 
 
