@@ -92,7 +92,7 @@ def test_without_gradients_fast_still_matches_reference(op, case, dtype):
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("first", [0, 1], ids=["even offset", "odd offset"])
-@pytest.mark.parametrize("width", [8, 9], ids=["even rows", "odd rows"])
+@pytest.mark.parametrize("width", [8, 9], ids=["odd strides", "even strides"])
 def test_rope_takes_any_layout_in_memory(layout, first, width):
     x = torch.randn(2, 3, 5, width + 1)[..., first : first + 8].requires_grad_()
     angle = torch.randn(5, 4)
