@@ -29,6 +29,7 @@ from scratchlm.inference.requests import PastContext, check_num_logprobs, make_r
 from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling, Seen, sample, uniform
 from scratchlm.model import KVCache, TransformerLM
+from scratchlm.model.flat import FlatStep, why_not_flat
 
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
 TOKENS_PER_READING = 16
@@ -181,6 +182,7 @@ class _Reader:
         self.cache: KVCache | None = None
         self.starts: list[int] | None = None  # of the windows the cache holds
         self.decoder: GraphDecoder | None = None
+        self.flat: FlatStep | None = None
         self.worth_recording = max(row.limit for row in rows) >= WORTH_RECORDING
         # A recording is for one set of rows. Once rows have begun to end, more may soon follow.
         self.plain_steps, self.patience = 0, 0
@@ -188,6 +190,8 @@ class _Reader:
             capacity = max(row.num_prompt + row.limit for row in rows)
             with torch.inference_mode():
                 self.cache = model.new_cache(len(rows), min(capacity, self.context))
+                if why_not_flat(model) is None:
+                    self.flat = FlatStep(model, self.cache)
 
     def read(self, rows: Sequence[Row]) -> Float[Tensor, "batch vocab"]:
         """Return the logits after every row's last token."""
@@ -201,7 +205,9 @@ class _Reader:
         return prefill(self.model, windows, self.cache)
 
     def _decode(self, tokens: list[int], cache: KVCache) -> Float[Tensor, "batch vocab"]:
-        """Read one token of every row: by a recorded step on a GPU, where it pays."""
+        """Read one token of every row: flatly on a CPU; recorded on a GPU, where it pays."""
+        if self.flat is not None:
+            return self.flat(tokens)
         if self.decoder is None and self.worth_recording:
             if why_not(self.model) is not None:
                 self.worth_recording = False

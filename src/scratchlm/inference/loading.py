@@ -21,7 +21,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
 from scratchlm.interop import is_hf_directory, read_hf
-from scratchlm.model import TransformerLM
+from scratchlm.model import TransformerBlock, TransformerLM
 from scratchlm.tokenizer import load_tokenizer
 
 
@@ -100,7 +100,11 @@ def _load_hf(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Lo
 def _empty_model(config: ModelConfig, device: Any, dtype: torch.dtype, ops: Any) -> TransformerLM:
     """Build a model whose weights have memory but no values; drawing them would be in vain."""
     model = TransformerLM(config, ops, device="meta", dtype=dtype)
-    return model.to_empty(device=device).eval().requires_grad_(False)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    for layer in model.layers:
+        assert isinstance(layer, TransformerBlock)
+        layer.lay_weights_side_by_side()
+    return model
 
 
 @torch.no_grad()

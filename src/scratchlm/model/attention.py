@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Linear, RMSNorm, _check_width
+from scratchlm.model.layers import Linear, RMSNorm, _check_width, linear_together
 from scratchlm.model.rotary import RotaryEmbedding, Rotation
 from scratchlm.ops import CausalMask, Ops, get_ops
 
@@ -94,8 +94,7 @@ class MultiHeadSelfAttention(nn.Module):
         """Let every token gather from those before it."""
         _check_width(x, self.d_model, "attention")
         scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        qkv = self.ops.linears(x, [m.weight for m in maps], [m.bias for m in maps])
+        qkv = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), self.ops)
         q, k, v = map(self._cut_into_heads, qkv)  # each (*batch, its heads, seq, d_head)
         if self.rope is not None and scene.rotation is not None:
             q, k = self.rope.rotate_both(q, k, scene.rotation, self.q_norm, self.k_norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scratchlm import config as kinds
 from scratchlm.config import ModelConfig
 from scratchlm.model.attention import MultiHeadSelfAttention, Scene
-from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SwiGLU
+from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SwiGLU, side_by_side
 from scratchlm.model.moe import MoE
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import Ops, Routed, get_ops
@@ -99,6 +99,13 @@ class TransformerBlock(nn.Module):
             return self.ln2(y + self._ffn(y, routes))
         y = x + self.attn(self.ln1(x), token_positions, scene=scene)
         return y + self._ffn(self.ln2(y), routes)
+
+    def lay_weights_side_by_side(self) -> None:
+        """Let weights that multiply one input lie together in memory: decoding reads them so."""
+        attn, ffn = self.attn, self.ffn
+        side_by_side([attn.q_proj, attn.k_proj, attn.v_proj])
+        if isinstance(ffn, SwiGLU):
+            side_by_side([ffn.w1, ffn.w3])
 
     def _ffn(self, x: Tensor, routes: list[Routed] | None) -> Tensor:
         return self.ffn(x, routes) if isinstance(self.ffn, MoE) else self.ffn(x)

@@ -6,6 +6,7 @@ A module owns weights and calls one op; the formula is in `ops/reference.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -63,6 +64,32 @@ class Linear(nn.Module):
         """Say the sizes in `print(model)`."""
         d_out, d_in = self.weight.shape
         return f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}"
+
+
+def linear_together(x: Tensor, maps: Sequence[nn.Module], ops: Ops) -> Sequence[Tensor]:
+    """Apply several maps to one input: in one op, unless one of them is not plain any more.
+
+    A layer that somebody has put a hook on, or has replaced by their own, is called as it is.
+    """
+    plain = [
+        m for m in maps if type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks)
+    ]
+    if len(plain) < len(maps):
+        return [m(x) for m in maps]
+    return ops.linears(x, [m.weight for m in plain], [m.bias for m in plain])
+
+
+def side_by_side(maps: Sequence[Linear]) -> None:
+    """Move the weights into one block of memory, one after the other, values and names unchanged.
+
+    What reads them together (`ops.linears`) then reads one matrix.
+    """
+    weights = [m.weight for m in maps]
+    sizes = [len(weight) for weight in weights]
+    block = weights[0].data.new_empty(sum(sizes), weights[0].shape[1])
+    for weight, part in zip(weights, block.split(sizes), strict=True):
+        part.copy_(weight.data)
+        weight.data = part
 
 
 def _init_matrix(weight: Tensor, generator: torch.Generator | None) -> None:

@@ -66,10 +66,34 @@ def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Several maps of one input; where it trains on a GPU, one product over the matrices joined."""
-    if x.is_cuda and torch.is_grad_enabled():
-        return _joined(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
+    """Several maps of one input, in one product where that is cheaper.
+
+    Where it trains on a GPU, the matrices are joined. Where it does not train, those that lie one
+    after the other in memory (`side_by_side`) are read as one matrix.
+    """
+    if torch.is_grad_enabled():
+        if x.is_cuda:
+            return _joined(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
+    elif x.is_cpu and not torch.compiler.is_compiling() and not any(b is not None for b in biases):
+        whole = as_one_matrix(weights)
+        if whole is not None:
+            return linear(x, whole).split([len(weight) for weight in weights], dim=-1)
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def as_one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the matrix that these are the row blocks of, if they lie so in memory."""
+    first = weights[0]
+    place, rows = first.data_ptr(), 0
+    for weight in weights:
+        if weight.data_ptr() != place or not weight.is_contiguous():
+            return None
+        place += weight.nbytes
+        rows += len(weight)
+    ends = (first.storage_offset() + rows * first.shape[1]) * first.element_size()
+    if first.untyped_storage().nbytes() < ends:  # neighbours by chance
+        return None
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 def _joined(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
