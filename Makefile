@@ -39,12 +39,19 @@ SHAKESPEARE ?= ../shared/data/tinyshakespeare.txt
 bench: bench-cpu
 bench-cpu: $(STAMP)
 	$(BIN)/python bench/model.py
+	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
 	$(BIN)/python bench/data.py
-	$(BIN)/python bench/generate.py
+	$(BIN)/python bench/loading.py
+	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
 
-bench-gpu: $(STAMP)
-	$(BIN)/python bench/accounting.py
+# Needs a GPU. BENCH_PYTHON=python3 runs it from the checkout, with whatever torch is there.
+BENCH_PYTHON ?= $(BIN)/python
+bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/train_gpu.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/curves.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/decode.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_accounting.py

@@ -34,13 +34,19 @@ from scratchlm.accounting.parameters import count_parameters
 from scratchlm.config import PRESETS
 from scratchlm.inference.decoder import GraphDecoder
 
-PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 32, 60
+PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 32, 30
 SHAPES = {
     "gpt2-xl": (PRESETS["gpt2-xl"].replace(context_length=1024), 0.75),
     "medium": (ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 0.55),
     "qwen3-0.6b": (PRESETS["qwen3-0.6b"].replace(context_length=2048), 0.50),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TITLES = {
+    "one": "one row",
+    "batches": "batches",
+    "kernels": "kernel by kernel",
+    "prefill": "prefill",
+}
 
 
 def build(config: ModelConfig) -> TransformerLM:
@@ -261,7 +267,7 @@ def one_row(names: list[str], rate: float, peers: bool) -> str:
                 lambda: our_rate(model, 1, pdl=False),  # noqa: B023
             ),
         }
-        if peers:
+        if peers and name == "medium":
             found["our plain model, torch.compile with CUDA graphs"] = attempt(
                 "compiled",
                 lambda: compiled_rate(model),  # noqa: B023
@@ -275,7 +281,7 @@ def one_row(names: list[str], rate: float, peers: bool) -> str:
             if per_s is not None:
                 goal = f"{target}" if who == "ours" else ""
                 rows.append(
-                    [name, who, f"{per_s:.0f}", f"{per_s / bound:.2f}", goal, f"{ours / per_s:.1f}"]
+                    [name, who, f"{per_s:.0f}", f"{per_s / bound:.3f}", goal, f"{ours / per_s:.1f}"]
                 )
     header = ["shape", "who", "tokens/s", "of the bound", "target", "ours over it"]
     return table(header, rows)
@@ -396,13 +402,18 @@ def main() -> None:
         "kernels": lambda: kernels({name: SHAPES[name][0] for name in names}, rate),
         "prefill": prefill,
     }
-    body = {part: work() for part, work in parts.items() if args.only in (None, part)}
-    text = "\n\n".join(body.values())
-    print(f"\n{text}")
-    used = " ".join(f"--only {args.only}".split()) if args.only else ""
-    title = "Decoding, GPU" + (f": {args.only}" if args.only else "")
-    command = f"python bench/decode.py {used}".strip()
-    write_section(title, command, where, versions("torch", "triton", "transformers"), text)
+    for part, work in parts.items():
+        if args.only not in (None, part):
+            continue
+        text = work()
+        print(f"\n{text}", flush=True)
+        write_section(
+            f"Decoding on a GPU: {TITLES[part]}",
+            f"python bench/decode.py --only {part}",
+            where,
+            versions("torch", "triton", "transformers"),
+            text,
+        )
     if os.environ.get("OUT"):
         shutil.copy(RESULTS, Path(os.environ["OUT"]) / "RESULTS.md")
 

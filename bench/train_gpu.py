@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -105,7 +104,6 @@ def our_step(shape: Shape, settings: dict[str, Any]) -> Step:
     given = {
         "compile": "block",
         "cuda_graph": True,
-        "precision": "bf16-residual",
         "batch_size": shape.batch,
         "checkpointing": shape.checkpointing,
         **settings,
@@ -207,7 +205,7 @@ def measure(
         write_profile(step, profile)
     result = Measured(name, per_s, mfu, peak, first, seconds * 1e3)
     print(
-        f"{name}: {per_s:,.0f} tokens/s, MFU {mfu:.3f}, {peak:.1f} GiB, "
+        f"  {name}: {per_s:,.0f} tokens/s, MFU {mfu:.3f}, {peak:.1f} GiB, "
         f"{seconds * 1e3:.1f} ms, first step {first:.1f} s, loss {loss:.3f}",
         flush=True,
     )
@@ -245,52 +243,72 @@ def kind_of(kernel: str) -> str:
     return "triton" if "triton" in name else "other"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--set", nargs="*", default=[], help="TrainConfig fields, key=value")
-    options = parser.parse_args()
-    out = Path(os.environ.get("OUT", "."))
-    settings = dict(pair.split("=") for pair in options.set)
-    rate = matmul_rate()
-    print(f"matmul rate: {rate / 1e12:.0f} TFLOP/s", flush=True)
-    rows = []
-    for name in options.only:
-        shape = SHAPES[name]
-        contestants: list[tuple[str, Callable[[], Step]]] = []
-        if shape.peer and not options.no_peers:
-            contestants.append((shape.peer, lambda shape=shape: peer_step(shape)))
-        contestants.append(("ours", lambda shape=shape: our_step(shape, settings)))
-        found = []
-        for who, make in contestants:
-            trace = str(out / f"profile-{name.split(',')[0]}.txt") if options.profile else ""
-            trace = trace if who == "ours" else ""
-            try:
-                found.append(measure(who, shape, make, rate, options.repeats, trace))
-            except torch.OutOfMemoryError as error:
-                print(f"{name}, {who}: {str(error)[:200]}", flush=True)
-        for result in found:
-            faster = result.tokens_per_s / found[0].tokens_per_s
-            rows.append(
-                [
-                    name,
-                    result.name,
-                    f"{result.tokens_per_s:,.0f}",
-                    f"{result.mfu:.3f}",
-                    f"{result.peak_gib:.1f}",
-                    f"{result.first_s:.0f}",
-                    f"{faster:.2f}×" if result is not found[0] else "",
-                    shape.target if result.name == "ours" else "",
-                ]
-            )
-    header = ["shape", "who", "tokens/s", "MFU", "peak GiB", "first step, s", "ours ÷ peer", "aim"]
-    body = table(header, rows)
-    body += f"\n\nA bf16 product of 8192³: {rate / 1e12:.0f} TFLOP/s. Medians of {options.repeats}."
+# how ours runs -> what that changes of the settings; the last two beside the shapes named
+VARIANTS: dict[str, dict[str, str]] = {
+    "ours": {"precision": "bf16-mixed"},
+    "ours, residual in bf16": {"precision": "bf16-residual"},
+    "ours, fp8 products": {"precision": "fp8"},
+}
+
+
+def contestants(shape: Shape, peers: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return who runs at a shape: a name, and what makes its step."""
+    found: dict[str, Callable[[], Step]] = {}
+    if shape.peer and peers:
+        found[shape.peer] = lambda: peer_step(shape)
+    for name, change in VARIANTS.items():
+        if (name != "ours, fp8 products" or shape.config == PRESETS["gpt2-xl"]) and (
+            shape.peer or name != "ours"
+        ):
+            found[name] = lambda change=change: our_step(shape, {**change, **settings})  # type: ignore[misc]
+    return found
+
+
+def row_of(name: str, shape: Shape, result: Measured, first: Measured) -> list[str]:
+    faster = f"{result.tokens_per_s / first.tokens_per_s:.2f}×" if result is not first else ""
+    return [
+        name,
+        result.name,
+        f"{result.tokens_per_s:,.0f}",
+        f"{result.mfu:.3f}",
+        f"{result.peak_gib:.1f}",
+        f"{result.first_s:.0f}",
+        faster,
+        shape.target if result.name.startswith("ours") else "",
+    ]
+
+
+def long_context(found: dict[str, dict[str, Measured]]) -> str:
+    """Say what a token costs at 16k beside 1k, and what its causal FLOPs say it should."""
+    name = "ours, residual in bf16"
+    short, long = found.get("medium", {}).get(name), found.get("medium, 16k context", {}).get(name)
+    if short is None or long is None:
+        return ""
+    work = [
+        float(training_flops_per_token(SHAPES[shape].config, SHAPES[shape].seq, "causal"))
+        for shape in ("medium", "medium, 16k context")
+    ]
+    cost = short.tokens_per_s / long.tokens_per_s
+    return (
+        f"\n\nA token at 16,384 costs {cost:.2f} times one at 1,024; its causal FLOPs are "
+        f"{work[1] / work[0]:.2f} times as many: {cost / (work[1] / work[0]) - 1:+.0%}."
+    )
+
+
+def report(found: dict[str, dict[str, Measured]], rate: float, repeats: int) -> None:
+    rows = [
+        row_of(name, SHAPES[name], result, next(iter(results.values())))
+        for name, results in found.items()
+        for result in results.values()
+    ]
+    header = ["shape", "who", "tokens/s", "MFU", "peak GiB", "first step, s", "÷ peer", "aim"]
+    body = table(header, rows) + long_context(found)
+    body += (
+        f"\n\nA bf16 product of 8192³: {rate / 1e12:.0f} TFLOP/s. Medians of {repeats} steps. "
+        "Ours: blocks compiled, forward and backward replayed as one CUDA graph; Qwen3 with "
+        "selective checkpointing. What fp8 does is divided by the bf16 rate."
+    )
     print(body)
-    (out / "train_gpu.json").write_text(json.dumps(rows))
     write_section(
         "Training on a GPU",
         "python bench/train_gpu.py",
@@ -299,7 +317,37 @@ def main() -> None:
         body,
     )
     if "OUT" in os.environ:
-        (out / "RESULTS.md").write_text(Path(__file__).with_name("RESULTS.md").read_text())
+        results = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
+        (Path(os.environ["OUT"]) / "RESULTS.md").write_text(results, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="write the kernels by their time")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of ours, key=value")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a CUDA device")
+    out = Path(os.environ.get("OUT", "."))
+    settings = dict(pair.split("=") for pair in options.set)
+    rate = matmul_rate()
+    print(f"matmul rate: {rate / 1e12:.0f} TFLOP/s", flush=True)
+    found: dict[str, dict[str, Measured]] = {}
+    for name in options.only:
+        shape = SHAPES[name]
+        for who, make in contestants(shape, not options.no_peers, settings).items():
+            profiled = options.profile and who == "ours, residual in bf16"
+            trace = str(out / f"profile-{name.split(',')[0]}.txt") if profiled else ""
+            try:
+                result = measure(who, shape, make, rate, options.repeats, trace)
+            except torch.OutOfMemoryError as error:
+                print(f"{name}, {who}: {str(error)[:200]}", flush=True)
+                continue
+            found.setdefault(name, {})[who] = result
+        report(found, rate, options.repeats)  # after every shape: what is measured is kept
 
 
 if __name__ == "__main__":

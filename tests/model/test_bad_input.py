@@ -211,7 +211,7 @@ CASES = {
     "ops": (
         lambda: TransformerLM(PLAIN, ops="faster"),
         ValueError,
-        "ops must be an Ops or one of reference, fast; got 'faster'",
+        "ops must be an Ops or one of reference, fast, fp8; got 'faster'",
     ),
     # Modules
     "linear width": (

@@ -187,6 +187,10 @@ def apply_precision(model: TransformerLM, precision: str | None) -> None:
     if precision in ("bf16-residual", "fp8"):
         model.token_embeddings.register_forward_hook(_in_bfloat16)
     if precision == "fp8":
+        device = model.token_embeddings.weight.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device)
+            raise ScratchLMError(f"precision fp8 needs a GPU that multiplies 8 bits; got {name}")
         for module in model.layers.modules():
             if getattr(module, "ops", None) is OPS["fast"]:
                 module.ops = OPS["fp8"]  # type: ignore[assignment]

@@ -156,7 +156,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "compile": COMPILE,
     "rows": ROWS,
-    "checkpointing": (*CHECKPOINTING, "selective"),
+    "checkpointing": (*CHECKPOINTING, "selective"),  # which the account does not model yet
 }
 
 
