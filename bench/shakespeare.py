@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from results import machine, table, versions, write_section
-from scratchlm.config import MLP, LayerNorm, ModelConfig, Rotary
+from scratchlm.config import MLP, LayerNorm, Learned, ModelConfig
 from scratchlm.data.batches import Batch, Batches, ValidationBatches
 from scratchlm.data.token_file import TokenFile, write_token_file
 from scratchlm.training.evaluation import evaluate
@@ -55,7 +55,7 @@ class Recipe:
 CPU_SIZES = {"context_length": 64, "d_model": 128, "num_layers": 4, "num_heads": 4, "d_ff": 512}
 GPU_SIZES = {"context_length": 256, "d_model": 384, "num_layers": 6, "num_heads": 6, "d_ff": 1024}
 # nanoGPT's shape, two matrices of 4·d included; of our parts, those that a CPU runs fastest.
-_CPU_PARTS = {"positions": Rotary(), "norm": LayerNorm(bias=False), "ffn": MLP("relu")}
+_CPU_PARTS = {"positions": Learned(), "norm": LayerNorm(bias=False), "ffn": MLP("relu")}
 _CPU = TrainConfig(
     steps=2_000,
     batch_size=12,
