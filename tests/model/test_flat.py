@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from scratchlm import TransformerLM
 from scratchlm.config import MoE
 from scratchlm.inference import prefill
 from scratchlm.model.flat import FlatStep, why_not_flat
@@ -68,6 +69,11 @@ def test_what_it_cannot_do_is_refused_with_the_reason():
     hooked = build(FAMILIES["plain"], dtype=torch.float32)
     hooked.layers[0].attn.v_proj.register_forward_hook(lambda *_: None)
     assert why_not_flat(hooked) == "a model with hooks"
+
+    class Other(TransformerLM):
+        pass
+
+    assert why_not_flat(Other(FAMILIES["plain"])) == "a model of another class"
     experts = FAMILIES["plain"].replace(ffn=MoE(2, 1))
     assert why_not_flat(build(experts, dtype=torch.float32)) == "a mixture of experts"
 

@@ -118,3 +118,9 @@ def test_only_padding_can_leave_a_query_blind():
     assert not CausalMask(slots=slots, slots_are_real=True).may_blind
     assert CausalMask(slots=slots).may_blind
     assert CausalMask(key_valid=torch.ones(1, 2, dtype=torch.bool)).may_blind
+
+
+def test_a_weight_that_lies_by_columns_is_multiplied_too():
+    x, weight = torch.randn(1, 512), torch.randn(512, 512).t()
+    assert weight.numel() >= fast.BLOCKS_FROM
+    torch.testing.assert_close(fast.linear(x, weight), x @ weight.t(), atol=1e-4, rtol=1e-4)

@@ -46,6 +46,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def why_not_fused(model: TransformerLM) -> str | None:
     """Return why this model cannot take the fused step, or None when it can."""
     config, weights = model.config, list(model.parameters())
+    if type(model) is not TransformerLM:
+        return "a model of another class"  # it may have changed what a step is
     if isinstance(config.ffn, kinds.MoE):
         return "a mixture of experts"
     if config.norm_placement != "pre":

@@ -45,7 +45,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = W x (+ b)."""
     if weight.numel() >= BLOCKS_FROM and x.is_cpu and not torch.compiler.is_compiling():
         rows = x.shape[:-1].numel()
-        if rows <= BLOCKS_UP_TO and x.dtype is weight.dtype is torch.float32:
+        single = x.dtype is weight.dtype is torch.float32
+        if rows <= BLOCKS_UP_TO and single and weight.is_contiguous():
             y = _linear_by_blocks(x.reshape(rows, x.shape[-1]), weight)
             y = y.view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias
