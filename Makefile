@@ -39,6 +39,7 @@ SHAKESPEARE ?= ../shared/data/tinyshakespeare.txt
 bench: bench-cpu
 bench-cpu: $(STAMP)
 	$(BIN)/python bench/model.py
+	$(BIN)/python bench/model.py --shape demo
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
 	$(BIN)/python bench/data.py

@@ -1,6 +1,7 @@
 """One training step on the CPU: ours beside `transformers`' Llama and a GPT of nanoGPT's shape.
 
-    python bench/model.py                  the shape of bench/RESULTS.md
+    python bench/model.py                  the shape everybody is measured at
+    python bench/model.py --shape demo     the demo's
     python bench/model.py --quick          fewer repeats, nothing written
 
 A step is forward, backward, clipping of the gradient's norm, and AdamW. Each model runs eager and
@@ -28,7 +29,9 @@ from scratchlm.training.settings import TrainConfig
 from scratchlm.training.step import take_step
 from shakespeare import Peer
 
-LAYERS, WIDTH, HEADS, FF, VOCAB, SEQ, BATCH = 4, 256, 8, 704, 4096, 256, 16
+# layers, width, heads, d_ff, vocabulary, sequence, batch; and how many steps to measure
+SHAPES = {"common": (4, 256, 8, 704, 4096, 256, 16, 12), "demo": (3, 64, 4, 192, 640, 72, 32, 100)}
+LAYERS, WIDTH, HEADS, FF, VOCAB, SEQ, BATCH, STEPS = SHAPES["common"]
 MODES = ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], object]
 
@@ -109,7 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", choices=list(SHAPES), default="common")
     options = parser.parse_args()
+    global LAYERS, WIDTH, HEADS, FF, VOCAB, SEQ, BATCH, STEPS
+    LAYERS, WIDTH, HEADS, FF, VOCAB, SEQ, BATCH, STEPS = SHAPES[options.shape]
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
@@ -121,7 +127,7 @@ def main() -> None:
     }
     rates = [matmul_rate()]
     # Interleaved, so that whatever else the machine does falls on all.
-    for round_ in range(4 if options.quick else 14):
+    for round_ in range(4 if options.quick else STEPS + 2):
         for _, step, times in runners.values():
             begin = time.perf_counter()
             step(tokens, targets)
@@ -134,8 +140,8 @@ def main() -> None:
     rows = [
         [
             f"{name}, {mode}",
-            f"{1000 * seconds[name, mode]:.0f}",
-            f"{1000 * min(times):.0f}",
+            f"{1000 * seconds[name, mode]:.1f}",
+            f"{1000 * min(times):.1f}",
             f"{flops(model, name) / seconds[name, mode] / rate:.2f}",
             f"{best_peer / seconds[name, mode]:.2f}",
         ]
@@ -152,8 +158,8 @@ def main() -> None:
     print(text)
     if not options.quick:
         write_section(
-            "Training step, CPU",
-            "python bench/model.py",
+            "Training step, CPU" + (": the demo's shape" if options.shape == "demo" else ""),
+            f"python bench/model.py --shape {options.shape}",
             machine(),
             versions("torch", "transformers"),
             text,
