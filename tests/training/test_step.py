@@ -203,14 +203,14 @@ def test_settings_are_resolved_by_device():
     assert settings == replace(settings).resolved("cpu")
 
 
-def test_all_layers_share_one_compiled_graph(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_all_layers_share_one_compiled_graph():
     """Whatever is recomputed: compiling a deep model costs what compiling one layer costs."""
     config = ModelConfig(32, 8, d_model=16, num_layers=12, num_heads=2, d_ff=32)
     tokens = torch.randint(32, (2, 8))
     for policy in ("none", "ffn", "selective", "block"):
         torch._dynamo.reset()
         counter = CompileCounter()
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
         learner = Learner(build_model(config, 0, "cpu"), TrainConfig(checkpointing=policy))
         for layer in learner.model.layers:
             layer.compile(backend=counter, fullgraph=True)
@@ -284,3 +284,17 @@ def test_a_recorded_run_takes_the_steps_of_a_plain_one(precision):
         losses.append(steps)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][0] != losses[0][-1]
+
+
+@pytest.mark.parametrize("precision", ["bf16-residual", "fp8"])
+def test_a_model_trained_low_still_answers_in_full_precision(precision):
+    """Samples are drawn from it as training goes on, outside autocast."""
+    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
+    tokens = torch.randint(32, (2, 8))
+    model = build_model(config, 0, "cpu")
+    with torch.no_grad():
+        plain = model(tokens)
+        learner = Learner(model, TrainConfig(precision=precision))
+        torch.testing.assert_close(learner.model(tokens), plain)
+        with learner.autocast():
+            assert learner.model.hidden(tokens).dtype == torch.bfloat16

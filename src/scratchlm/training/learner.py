@@ -197,8 +197,8 @@ def apply_precision(model: TransformerLM, precision: str | None) -> None:
 
 
 def _in_bfloat16(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Begin the residual stream in bfloat16; nothing after it widens it."""
-    return output.bfloat16()
+    """Begin the residual stream in bfloat16, where products run so; nothing after widens it."""
+    return output.bfloat16() if torch.is_autocast_enabled(output.device.type) else output
 
 
 class _Recomputed(torch.nn.Module):
