@@ -25,7 +25,7 @@ from scratchlm.data.batches import Batches
 from scratchlm.data.stories.source import StorySource, to_text
 from scratchlm.data.token_file import TokenFile
 from scratchlm.training.learner import Learner, build_model
-from scratchlm.training.schedules import make_schedule
+from scratchlm.training.schedules import schedule_of
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.step import take_step
 from shakespeare import write_characters
@@ -59,14 +59,7 @@ def curve(
     torch._dynamo.reset()
     learner = Learner(build_model(config, settings.seed, device, ops), settings)
     settings = learner.settings
-    lr_at = make_schedule(
-        settings.schedule,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr or 0.0,
-        warmup_steps=settings.warmup_steps or 0,
-        total_steps=settings.steps,
-        decay_steps=settings.decay_steps or 0,
-    )
+    lr_at = schedule_of(settings)
     batches = Batches(tokens, config.context_length, settings.batch_size, 0).iterate(0)
     begin, losses = time.perf_counter(), []
     for step in range(1, settings.steps + 1):

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peers import hugging_face
 from results import RESULTS, table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.accounting.parameters import count_parameters
@@ -202,27 +203,8 @@ def _step_without_cache_growth(model: TransformerLM) -> Callable[[Tensor], Tenso
 # transformers
 
 
-def hugging_face(config: ModelConfig) -> torch.nn.Module:
-    import transformers
-
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.d_head,
-        "max_position_embeddings": config.context_length,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    kind = "Qwen3" if config.attention.qk_norm else "Llama"
-    made = getattr(transformers, f"{kind}Config")(**sizes)
-    with torch.device("cuda"):
-        model = getattr(transformers, f"{kind}ForCausalLM")(made)
-    return model.to(torch.bfloat16).eval()
+def their_model(config: ModelConfig) -> torch.nn.Module:
+    return hugging_face(config, bos_token_id=None, eos_token_id=None).to(torch.bfloat16).eval()
 
 
 @torch.inference_mode()
@@ -289,7 +271,7 @@ def one_row(names: list[str], rate: float, peers: bool) -> str:
 
 def their_rates(config: ModelConfig) -> dict[str, float | None]:
     try:
-        peer = hugging_face(config)
+        peer = their_model(config)
     except Exception as error:
         print(f"  transformers: none ({type(error).__name__}: {error})")
         return {}
@@ -313,7 +295,7 @@ def batches(rate: float, peers: bool) -> str:
         ours[batch] = attempt(f"ours, batch {batch}", lambda: our_rate(model, batch))  # noqa: B023
     del model
     if peers:
-        peer = hugging_face(config)
+        peer = their_model(config)
         for batch in BATCHES:
             theirs[batch] = attempt(
                 f"transformers, batch {batch}",

@@ -34,7 +34,7 @@ from scratchlm.data.batches import Batch, Batches, ValidationBatches
 from scratchlm.data.token_file import TokenFile, write_token_file
 from scratchlm.training.evaluation import evaluate
 from scratchlm.training.learner import Learner, build_model
-from scratchlm.training.schedules import make_schedule
+from scratchlm.training.schedules import make_schedule, schedule_of
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.step import take_step
 
@@ -140,14 +140,7 @@ class Ours:
         context = config.context_length
         self.batches = Batches(train, context, settings.batch_size, settings.seed).iterate(0)
         self.validation = ValidationBatches(val, context, 64)
-        self.lr_at = make_schedule(
-            settings.schedule,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr or 0.0,
-            warmup_steps=settings.warmup_steps or 0,
-            total_steps=settings.steps,
-            decay_steps=settings.decay_steps or 0,
-        )
+        self.lr_at = schedule_of(settings)
 
     def step(self, step: int) -> None:
         """Make one update."""

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peers import hugging_face
 from results import table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.accounting.flops import training_flops_per_token
@@ -121,28 +122,6 @@ def our_step(shape: Shape, settings: dict[str, Any]) -> Step:
     return step
 
 
-def hugging_face(shape: Shape, kind: str) -> torch.nn.Module:
-    import transformers
-
-    config = shape.config
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.d_head,
-        "max_position_embeddings": config.context_length,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": False,
-        "attn_implementation": "sdpa",
-    }
-    if kind == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-
-
 def peer_step(shape: Shape) -> Step:
     kind, how = shape.peer.split()
     with torch.device("cuda"):
@@ -154,7 +133,7 @@ def peer_step(shape: Shape) -> Step:
                 50_304, config.context_length, config.d_model, config.num_layers, config.num_heads
             )
         else:
-            model = hugging_face(shape, kind)
+            model = hugging_face(shape.config, use_cache=False, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = tokens_of(shape)
     run = torch.compile(model) if how == "compiled" else model

@@ -27,7 +27,7 @@ def test_a_training_step_never_waits_for_the_device(family):
     tokens = ids(2, 8).cuda()
     model.loss(tokens, tokens).backward()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # from here on, whatever waits raises
     try:
         model.loss(tokens, tokens).backward()
         cache = model.new_cache(2)

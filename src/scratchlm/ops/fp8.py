@@ -21,7 +21,6 @@ from scratchlm.ops import fast
 from scratchlm.ops.kernels import has_triton
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-_LARGEST = {FORWARD: 448.0, BACKWARD: 57344.0}
 _WHOLE = 16  # what every side of an 8-bit product must be a multiple of
 
 
@@ -32,9 +31,9 @@ def quantize(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
         q, turned, scale = by_kernel(x, kind)
         return q, turned, scale
-    top = x.abs().amax().float()
-    scale = torch.where(top > 0, top / _LARGEST[kind], 1.0)
-    q = (x.float() / scale).clamp(-_LARGEST[kind], _LARGEST[kind]).to(kind)
+    top, largest = x.abs().amax().float(), torch.finfo(kind).max
+    scale = torch.where(top > 0, top / largest, 1.0)
+    q = (x.float() / scale).clamp(-largest, largest).to(kind)
     return q, q.t().contiguous(), scale
 
 

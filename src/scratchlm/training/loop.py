@@ -24,7 +24,7 @@ from scratchlm.training.evaluation import evaluate
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import finite
 from scratchlm.training.run import Run
-from scratchlm.training.schedules import make_schedule
+from scratchlm.training.schedules import schedule_of
 from scratchlm.training.step import take_step
 from scratchlm.training.throughput import Throughput
 
@@ -69,14 +69,7 @@ def train(
 ) -> str:
     """Train from where the run stands; say why it ended: finished, early stop, interrupted."""
     settings, reached = learner.settings, run.reached
-    lr_at = make_schedule(
-        settings.schedule,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr or 0.0,
-        warmup_steps=settings.warmup_steps or 0,
-        total_steps=settings.steps,
-        decay_steps=settings.decay_steps or 0,
-    )
+    lr_at = schedule_of(settings)
     ahead = cast(Generator[Batch], data.train.iterate(reached.step, settings.steps))
     with contextlib.closing(ahead) as batches:
         while True:

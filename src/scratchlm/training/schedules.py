@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from scratchlm.training.settings import TrainConfig
+
 Schedule = Callable[[int], float]
 
 
@@ -69,3 +71,15 @@ def make_schedule(
         case "constant":
             return lambda step: constant_schedule(step, max_lr, warmup_steps)
     raise ValueError(f"schedule must be one of cosine, wsd, constant; got {kind!r}")
+
+
+def schedule_of(settings: TrainConfig) -> Schedule:
+    """Return the learning rate of every step that resolved settings describe."""
+    return make_schedule(
+        settings.schedule,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr or 0.0,
+        warmup_steps=settings.warmup_steps or 0,
+        total_steps=settings.steps,
+        decay_steps=settings.decay_steps or 0,
+    )
