@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Linear, RMSNorm, _check_width, linear_together
+from scratchlm.model.layers import Linear, RMSNorm, _check_width, is_plain, linear_together
 from scratchlm.model.rotary import RotaryEmbedding, Rotation
 from scratchlm.ops import CausalMask, Ops, get_ops
 
@@ -94,12 +94,7 @@ class MultiHeadSelfAttention(nn.Module):
         """Let every token gather from those before it."""
         _check_width(x, self.d_model, "attention")
         scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        qkv = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), self.ops)
-        q, k, v = map(self._cut_into_heads, qkv)  # each (*batch, its heads, seq, d_head)
-        if self.rope is not None and scene.rotation is not None:
-            q, k = self.rope.rotate_both(q, k, scene.rotation, self.q_norm, self.k_norm)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._project(x, scene.rotation)  # each (*batch, its heads, seq, d_head)
         if scene.cache is not None:
             k, v = scene.cache.update(self.layer, k, v)
         mask = scene.mask
@@ -107,6 +102,28 @@ class MultiHeadSelfAttention(nn.Module):
             mask = replace(mask, window=self.sliding_window)
         mixed = self.ops.attention(q, k, v, mask)
         return self.output_proj(mixed.transpose(-3, -2).flatten(-2))
+
+    def _project(self, x: Tensor, by: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, the first two normed and turned as the model has it."""
+        maps, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
+        plain = all(is_plain(m) for m in (*maps, *norms) if m is not None)
+        if plain and by is not None and type(self.rope) is RotaryEmbedding:
+            at_once = self.ops.turned_heads(
+                x,
+                [m.weight for m in maps],
+                [m.bias for m in maps],
+                (self.num_heads, self.num_kv_heads),
+                (by.cos, by.sin, self.rope.layout),
+                _gains(*norms),
+            )
+            if at_once is not None:
+                return at_once
+        q, k, v = map(self._cut_into_heads, linear_together(x, maps, self.ops))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None and by is not None:
+            q, k = self.rope.rotate_both(q, k, by)
+        return q, k, v
 
     def _cut_into_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
@@ -121,3 +138,10 @@ class MultiHeadSelfAttention(nn.Module):
                 f"the sequence must not exceed {self.rope.max_seq_len} tokens; got {seq}"
             )
         return Scene(rotation=self.rope.at(slice(0, seq)))
+
+
+def _gains(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> tuple[Tensor, Tensor, float] | None:
+    """Return the gains of the norms on queries and keys, and their ε, where there are norms."""
+    if q_norm is None or k_norm is None:
+        return None
+    return q_norm.weight, k_norm.weight, q_norm.eps

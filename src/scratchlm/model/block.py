@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from scratchlm import config as kinds
 from scratchlm.config import ModelConfig
 from scratchlm.model.attention import MultiHeadSelfAttention, Scene
-from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SwiGLU, side_by_side
+from scratchlm.model.layers import (
+    MLP,
+    LayerNorm,
+    RMSNorm,
+    SwiGLU,
+    add_then_norm,
+    side_by_side,
+)
 from scratchlm.model.moe import MoE
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import Ops, Routed, get_ops
@@ -97,8 +104,9 @@ class TransformerBlock(nn.Module):
         if self.post_norm:
             y = self.ln1(x + self.attn(x, token_positions, scene=scene))
             return self.ln2(y + self._ffn(y, routes))
-        y = x + self.attn(self.ln1(x), token_positions, scene=scene)
-        return y + self._ffn(self.ln2(y), routes)
+        attended = self.attn(self.ln1(x), token_positions, scene=scene)
+        y, normed = add_then_norm(x, attended, self.ln2)
+        return y + self._ffn(normed, routes)
 
     def lay_weights_side_by_side(self) -> None:
         """Let weights that multiply one input lie together in memory: decoding reads them so."""

@@ -66,17 +66,28 @@ class Linear(nn.Module):
         return f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}"
 
 
-def linear_together(x: Tensor, maps: Sequence[nn.Module], ops: Ops) -> Sequence[Tensor]:
+def linear_together(x: Tensor, maps: Sequence[Linear], ops: Ops) -> Sequence[Tensor]:
     """Apply several maps to one input: in one op, unless one of them is not plain any more.
 
     A layer that somebody has put a hook on, or has replaced by their own, is called as it is.
     """
-    plain = [
-        m for m in maps if type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks)
-    ]
-    if len(plain) < len(maps):
+    if not all(map(is_plain, maps)):
         return [m(x) for m in maps]
-    return ops.linears(x, [m.weight for m in plain], [m.bias for m in plain])
+    return ops.linears(x, [m.weight for m in maps], [m.bias for m in maps])
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a layer is our own and nobody listens to it: then its op may be joined to others."""
+    ours = type(module) in (Linear, RMSNorm)
+    return ours and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def add_then_norm(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return x + δ and the norm of it: in one op, where the norm is a plain RMSNorm."""
+    if isinstance(norm, RMSNorm) and is_plain(norm):
+        return norm.ops.add_norm(x, delta, norm.weight, norm.eps)
+    total = x + delta
+    return total, norm(total)
 
 
 def side_by_side(maps: Sequence[Linear]) -> None:

@@ -24,7 +24,6 @@ from scratchlm.config import (
     RopeScaling,
     YarnScaling,
 )
-from scratchlm.model.layers import RMSNorm
 from scratchlm.ops import Ops, get_ops
 from scratchlm.ops.ranges import check_range
 
@@ -159,26 +158,20 @@ class RotaryEmbedding(nn.Module):
         return Rotation(cos, sin)
 
     def rotate(
-        self, x: Float[Tensor, "*batch seq d"], by: Rotation, norm: RMSNorm | None = None
+        self, x: Float[Tensor, "*batch seq d"], by: Rotation
     ) -> Float[Tensor, "*batch seq d"]:
-        """Turn x by tables already looked up; with a norm, what it makes of x."""
-        if norm is None:
-            return self.ops.rope(x, by.cos, by.sin, self.layout)
-        return self.ops.norm_rope(x, norm.weight, norm.eps, by.cos, by.sin, self.layout)
+        """Turn x by tables already looked up."""
+        return self.ops.rope(x, by.cos, by.sin, self.layout)
 
     def rotate_both(
         self,
         q: Float[Tensor, "*batch heads seq d"],
         k: Float[Tensor, "*batch kv_heads seq d"],
         by: Rotation,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
     ) -> tuple[Float[Tensor, "*batch heads seq d"], Float[Tensor, "*batch kv_heads seq d"]]:
         """Turn queries and keys; where no gradient needs them apart, in one call."""
         if torch.is_grad_enabled():
-            return self.rotate(q, by, q_norm), self.rotate(k, by, k_norm)
-        if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
+            return self.rotate(q, by), self.rotate(k, by)
         both = self.rotate(torch.cat((q, k), dim=-3), by)
         q, k = both.split((q.shape[-3], k.shape[-3]), dim=-3)
         return q, k

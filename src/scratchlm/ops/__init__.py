@@ -37,13 +37,38 @@ class Ops:
     cross_entropy: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
 
-    def norm_rope(
-        self, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, layout: str
-    ) -> Tensor:
-        """RMSNorm, then the rotation; at once where both are the fast ones and a kernel can."""
-        if self.rms_norm is fast.rms_norm and self.rope is fast.rope and fast.trains_by_kernel(x):
-            return fast.norm_rope(x, gain, eps, cos, sin, layout)
-        return self.rope(self.rms_norm(x, gain, eps), cos, sin, layout)
+    def add_norm(self, x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + δ and the RMSNorm of that sum; at once where the norm is the fast one."""
+        if self.rms_norm is fast.rms_norm:
+            return fast.add_norm(x, delta, gain, eps)
+        total = x + delta
+        return total, self.rms_norm(total, gain, eps)
+
+    def turned_heads(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        heads: tuple[int, int],
+        turn: tuple[Tensor, Tensor, str],
+        norm: tuple[Tensor, Tensor, float] | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Queries, keys and values (batch, heads, seq, d) of x, normed and turned, by one kernel.
+
+        `turn` is (cos, sin, layout), `norm` the gains of queries and keys and ε. None where no
+        kernel can, or where one of the ops it stands for is somebody's own.
+        """
+        if x.ndim != 3 or self.rope is not fast.rope or not fast.trains_by_kernel(x):
+            return None
+        if norm is not None and self.rms_norm is not fast.rms_norm:
+            return None
+        if self.linears is fast.linears:
+            joined = fast.joined_product(x, weights, biases)
+        elif self.linears is fp8.linears:
+            joined = fp8.joined_product(x, weights, biases)
+        else:
+            return None
+        return fast.turned_heads(joined, heads, turn, norm)
 
 
 OPS: dict[str, Ops] = {

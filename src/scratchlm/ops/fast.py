@@ -74,7 +74,8 @@ def linears(
     """
     if torch.is_grad_enabled():
         if x.is_cuda:
-            return _joined(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
+            joined = joined_product(x, weights, biases)
+            return joined.split([len(weight) for weight in weights], dim=-1)
     elif x.is_cpu and not torch.compiler.is_compiling() and not any(b is not None for b in biases):
         whole = as_one_matrix(weights)
         if whole is not None:
@@ -97,7 +98,7 @@ def as_one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
-def _joined(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …] in one product."""
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Joining costs nothing there: the cast that autocast makes anyway writes to another place.
@@ -154,6 +155,19 @@ class _RMSNorm(torch.autograd.Function):
         )
         mean = (above @ weight).unsqueeze(-1) / len(weight)
         return torch.addcmul(of_x, mean, scale), of_weight, None
+
+
+def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + δ and its RMSNorm, by one kernel where a GPU trains."""
+    if not trains_by_kernel(x) or x.shape != delta.shape:
+        total = x + delta
+        return total, rms_norm(total, gain, eps)
+    from scratchlm.ops.kernels.add_norm import add_norm as by_kernel
+
+    # What the norm feeds is products: where autocast would round it for them, it is written so.
+    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    total, normed = by_kernel(x, delta, gain, eps, low)
+    return total, normed
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -251,11 +265,17 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def norm_rope(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """RMSNorm over the heads' channels, then the rotation, in one kernel on a GPU that trains."""
-    from scratchlm.ops.kernels.norm_rotary import norm_turn
+def turned_heads(
+    joined: Tensor,
+    heads: tuple[int, int],
+    turn: tuple[Tensor, Tensor, str],
+    norm: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut [Q; K; V] (batch, seq, all heads · d) into heads; norm and turn queries and keys."""
+    from scratchlm.ops.kernels.heads import cut_and_turn
 
-    return norm_turn(x, gain, cos, sin, eps, layout == "interleaved")
+    cos, sin, layout = turn
+    return cut_and_turn(joined, cos, sin, norm, heads, layout == "interleaved")
 
 
 def scaled_dot_product_attention(
@@ -340,7 +360,7 @@ def swiglu(
 ) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x)."""
     if trains_by_kernel(x):
-        return linear(gate(_joined(x, (w1, w3), (b1, b3))), w2, b2)
+        return linear(gate(joined_product(x, (w1, w3), (b1, b3))), w2, b2)
     gated, up = linears(x, (w1, w3), (b1, b3))
     return linear(F.silu(gated) * up, w2, b2)
 

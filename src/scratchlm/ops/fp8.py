@@ -88,6 +88,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, [weight], [bias]) if _runs_low(x) else fast.linear(x, weight, bias)
 
 
+def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """[W₁ x; W₂ x; …] in one product."""
+    product = _product if _runs_low(x) else fast.joined_product
+    return product(x, weights, biases)
+
+
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:

@@ -21,6 +21,41 @@ TOKENS = 32  # per program
 
 
 @triton.jit
+def load_pairs(  # type: ignore[no-untyped-def]
+    start, inside, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Load both channels of the pairs behind each pointer of `start` (rows, 1) as float32."""
+    if INTERLEAVED:  # neighbours, read together and taken apart
+        channel = tl.arange(0, 2 * PADDED)[None, :]
+        within = inside & (channel < 2 * HALF)
+        both = tl.load(start + channel, mask=within, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], PADDED, 2)))
+    else:
+        pair = tl.arange(0, PADDED)[None, :]
+        within = inside & (pair < HALF)
+        a = tl.load(start + pair, mask=within, other=0.0).to(tl.float32)
+        b = tl.load(start + HALF + pair, mask=within, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_pairs(  # type: ignore[no-untyped-def]
+    start, a, b, inside, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Store what `load_pairs` would load."""
+    kind = start.dtype.element_ty
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * PADDED)[None, :]
+        both = tl.reshape(tl.join(a, b), (a.shape[0], 2 * PADDED)).to(kind)
+        tl.store(start + channel, both, mask=inside & (channel < 2 * HALF))
+    else:
+        pair = tl.arange(0, PADDED)[None, :]
+        within = inside & (pair < HALF)
+        tl.store(start + pair, a.to(kind), mask=within)
+        tl.store(start + HALF + pair, b.to(kind), mask=within)
+
+
+@triton.jit
 def _turn(  # type: ignore[no-untyped-def]
     x,
     cos,
@@ -40,28 +75,23 @@ def _turn(  # type: ignore[no-untyped-def]
 ):
     head = tl.program_id(1) % heads
     batch = (tl.program_id(1) // heads).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    pair = tl.arange(0, PADDED)
-    inside = (token < seq)[:, None] & (pair < HALF)[None, :]
-    place = batch * table_batch + token[:, None] * HALF + pair[None, :]
-    c = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32) * back
-    source = x + batch * x_batch + head * x_head + token[:, None] * x_seq
-    target = out + ((batch * seq + token[:, None]) * heads + head) * 2 * HALF
-    if INTERLEAVED:
-        channel = tl.arange(0, 2 * PADDED)
-        within = (token < seq)[:, None] & (channel < 2 * HALF)[None, :]
-        both = tl.load(source + channel[None, :], mask=within, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(both, (TOKENS, PADDED, 2)))
-        turned = tl.join(a * c - b * s, a * s + b * c)
-        turned = tl.reshape(turned, (TOKENS, 2 * PADDED)).to(out.dtype.element_ty)
-        tl.store(target + channel[None, :], turned, mask=within)
-    else:
-        a = tl.load(source + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + pair[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=inside)
-        b = (a * s + b * c).to(out.dtype.element_ty)
-        tl.store(target + HALF + pair[None, :], b, mask=inside)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    pair = tl.arange(0, PADDED)[None, :]
+    inside = token < seq
+    within = inside & (pair < HALF)
+    place = batch * table_batch + token * HALF + pair
+    c = tl.load(cos + place, mask=within, other=0.0).to(tl.float32)
+    s = tl.load(sin + place, mask=within, other=0.0).to(tl.float32) * back
+    source = x + batch * x_batch + head * x_head + token * x_seq
+    target = out + ((batch * seq + token) * heads + head) * 2 * HALF
+    a, b = load_pairs(source, inside, HALF, PADDED, INTERLEAVED)
+    a, b = a * c - b * s, a * s + b * c
+    store_pairs(target, a, b, inside, HALF, PADDED, INTERLEAVED)
+
+
+def table_step(table: Tensor) -> int:
+    """Return how far apart the batch's tables lie: 0 where all rows share one."""
+    return table.shape[-2] * table.shape[-1] if table.ndim > 2 and len(table) > 1 else 0
 
 
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -81,7 +111,7 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: boo
         x.stride(0),
         x.stride(1),
         x.stride(2),
-        seq * half if cos.ndim > 2 else 0,
+        table_step(cos),
         -1.0 if back else 1.0,
         HALF=half,
         PADDED=triton.next_power_of_2(half),

@@ -1,0 +1,39 @@
+"""A sum and its norm in one pass: what the kernels compute is the formula and its derivative."""
+
+import pytest
+import torch
+
+from scratchlm.ops import reference
+from scratchlm.ops.kernels import add_norm
+from scratchlm.ops.kernels.add_norm import add_norm_backward, add_norm_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {  # of x, of δ and of the norm -> tolerance
+    "float32": (torch.float32, torch.float32, 1e-5),
+    "mixed": (torch.float32, torch.bfloat16, 1e-2),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, 1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3, 24), (5, 1030)])
+def test_the_sum_its_norm_and_the_gradients(monkeypatch, kind, shape):
+    monkeypatch.setattr(add_norm, "PROGRAMS", 2)  # so that each takes several rows
+    wide, low, tolerance = DTYPES[kind]
+    x, delta = torch.randn(shape, device=DEVICE).to(wide), torch.randn(shape, device=DEVICE).to(low)
+    gain = torch.randn(shape[-1], device=DEVICE)
+    dy, dn = torch.randn_like(x), torch.randn_like(delta)
+    y, n = add_norm_forward(x, delta, gain, 1e-3, low)
+    dx, of_gain, of_delta = add_norm_backward(y, gain, dy, dn, 1e-3, low)
+    assert (y.dtype, n.dtype, dx.dtype) == (wide, low, wide)
+
+    exact = [t.double().requires_grad_() for t in (x, delta, gain)]
+    total = exact[0] + exact[1]
+    truth = (total, reference.rms_norm(total, exact[2], 1e-3))
+    slopes = torch.autograd.grad(truth, exact, (dy.double(), dn.double()))
+    of_delta = dx if wide == low else of_delta
+    assert of_delta.dtype == low
+    found = (y, n, dx, of_delta, of_gain)
+    for got, expected in zip(found, (*truth, *slopes), strict=True):
+        expected = expected.detach()
+        assert float((got.double() - expected).norm() / expected.norm()) < tolerance
