@@ -50,7 +50,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             y = _linear_by_blocks(x.reshape(rows, x.shape[-1]), weight)
             y = y.view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias
-    return F.linear(x, weight, bias)
+    twin = twin_of((weight,))
+    return F.linear(x, weight if twin is None else twin, bias)
+
+
+def twin_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the rounded copy that training keeps of these matrices together, if it does."""
+    twin: Tensor | None = getattr(weights[0], "twin", None)
+    whole = twin is not None and len(twin) == sum(len(weight) for weight in weights)
+    return twin if whole else None
 
 
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,11 +77,11 @@ def linears(
 ) -> Sequence[Tensor]:
     """Several maps of one input, in one product where that is cheaper.
 
-    Where it trains on a GPU, the matrices are joined. Where it does not train, those that lie one
-    after the other in memory (`side_by_side`) are read as one matrix.
+    Where it trains on a GPU, or keeps a twin of them, the matrices are joined. Where it does not
+    train, those that lie one after the other in memory (`side_by_side`) are read as one matrix.
     """
     if torch.is_grad_enabled():
-        if x.is_cuda:
+        if x.is_cuda or twin_of(weights) is not None:
             joined = joined_product(x, weights, biases)
             return joined.split([len(weight) for weight in weights], dim=-1)
     elif x.is_cpu and not torch.compiler.is_compiling() and not any(b is not None for b in biases):
@@ -100,9 +108,11 @@ def as_one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
 
 def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …] in one product."""
-    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    # Joining costs nothing there: the cast that autocast makes anyway writes to another place.
-    weight = torch.cat([part.to(low) for part in weights])
+    weight = twin_of(weights)
+    if weight is None:
+        low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        # Joining costs nothing there: the cast that autocast makes anyway writes elsewhere.
+        weight = torch.cat([part.to(low) for part in weights])
     bias = None
     if any(part is not None for part in biases):
         parts = zip(weights, biases, strict=True)

@@ -67,7 +67,9 @@ def _fits(rows: int, weight: Tensor) -> bool:
 
 def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …]: in 8 bits where training runs low and the sides are whole."""
-    joined = torch.cat([weight.to(torch.bfloat16) for weight in weights])
+    joined = fast.twin_of(weights)
+    if joined is None:
+        joined = torch.cat([weight.to(torch.bfloat16) for weight in weights])
     rows = x.reshape(-1, x.shape[-1])
     if _fits(len(rows), joined):
         y = _Product.apply(rows.to(torch.bfloat16), joined).view(*x.shape[:-1], len(joined))

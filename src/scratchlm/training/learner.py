@@ -32,6 +32,7 @@ from scratchlm.ops import OPS, Ops
 from scratchlm.training.optimizers import make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
+from scratchlm.training.twins import Twins
 
 
 class Learner:
@@ -62,6 +63,9 @@ class Learner:
         apply_checkpointing(model, settings.checkpointing)
         apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
+        self.twins: Twins | None = None
+        if settings.precision != "fp32" and self.device.type == "cuda":
+            self.twins = Twins(model)
         self.recorded: RecordedBackward | None = None
         if settings.cuda_graph and self.device.type == "cuda":
             self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))
@@ -74,15 +78,16 @@ class Learner:
     def backward(self, batch: Batch, weight: Tensor) -> Tensor:
         """Add to the gradients those of the batch's mean loss × weight; return that."""
         batch = batch.to(self.device, non_blocking=True)
-        with self.autocast():
-            mean = self.loss(
-                batch.inputs,
-                batch.targets,
-                document_ids=batch.document_ids,
-                z_loss=self.settings.z_loss,
-            )
-        share = mean * weight.to(mean, non_blocking=True)
-        share.backward()
+        with contextlib.nullcontext() if self.twins is None else self.twins.shown():
+            with self.autocast():
+                mean = self.loss(
+                    batch.inputs,
+                    batch.targets,
+                    document_ids=batch.document_ids,
+                    z_loss=self.settings.z_loss,
+                )
+            share = mean * weight.to(mean, non_blocking=True)
+            share.backward()
         return share.detach()
 
     def set_lr(self, lr: float) -> None:

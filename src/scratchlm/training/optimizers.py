@@ -221,4 +221,9 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
     """Return √Σ‖t‖² over all tensors: the norm of their norms."""
     if not tensors:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    kinds = {tensor.dtype for tensor in tensors}  # one pass for each: bfloat16 summed in float32
+    norms: list[Tensor] = []
+    for kind in sorted(kinds, key=str):
+        wide = torch.float32 if kind.itemsize == 2 else kind
+        norms += torch._foreach_norm([t for t in tensors if t.dtype == kind], 2, dtype=wide)
+    return torch.linalg.vector_norm(torch.stack(norms))

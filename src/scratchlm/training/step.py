@@ -59,6 +59,8 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
     """Fill the gradients with those of the batch's mean loss; return that loss."""
     for p in learner.parameters.values():
         p.grad = None
+    if learner.twins is not None:
+        learner.twins.refresh()
     settings, total = learner.settings, max(1, batch.num_targets())
     parts = list(micro_batches(batch, settings.micro_batch_size or settings.batch_size))
     shares = []

@@ -20,7 +20,7 @@ PROGRAMS = 1056  # of the backward pass: eight on each of 132 multiprocessors, r
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _add_and_norm(  # type: ignore[no-untyped-def]
     x, delta, gain, y, n, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     column = tl.arange(0, BLOCK)
@@ -37,7 +37,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _norm_and_add_back(  # type: ignore[no-untyped-def]
     y,
     gain,
     dy,
@@ -83,9 +83,12 @@ def add_norm_forward(
     x, delta = x.contiguous(), delta.contiguous()
     width = x.shape[-1]
     y, n = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
-    block = triton.next_power_of_2(width)
-    grid = (x.numel() // width,)
-    _forward[grid](x, delta, gain, y, n, eps, WIDTH=width, BLOCK=block, num_warps=_warps(width))
+    _add_and_norm[(x.numel() // width,)](
+        *(x, delta, gain, y, n, eps),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=_warps(width),
+    )
     return y, n
 
 
@@ -99,7 +102,7 @@ def add_norm_backward(
     programs = max(1, min(rows, PROGRAMS))
     parts = torch.empty(programs, width, dtype=torch.float32, device=y.device)
     dx, low = torch.empty_like(y), _of_delta(y, dtype)
-    _backward[(programs,)](
+    _norm_and_add_back[(programs,)](
         *(y, gain, dy, dn, dx, low, parts, rows, eps),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),

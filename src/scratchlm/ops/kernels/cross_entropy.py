@@ -7,6 +7,10 @@ One program per row reads the row twice and writes it once:
 
 Logits are low-precision in memory and float32 in registers; columns past the vocabulary (the
 head's padding) take no part and get gradient 0.
+
+A program is as many threads as a row can feed: few rows are then under way at once, and the second
+reading finds the row in the L2 cache. Each lane keeps a largest number and a sum of its own, over
+`LANE` neighbours at a time; they meet once, at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +20,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+BLOCK, WARPS = 8192, 32
+LANE = tl.constexpr(8)
+# Lower than any logit, yet finite: the difference of two such is 0, not NaN.
+_LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _log_sum_exp(start, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, BLOCK // LANE)
+    top = tl.full((BLOCK // LANE,), _LOWEST, tl.float32)
+    total = tl.zeros((BLOCK // LANE,), tl.float32)
+    for first in range(0, vocab, BLOCK):
+        column = first + lane[:, None] * LANE + tl.arange(0, LANE)[None, :]
+        x = tl.load(start + column, mask=column < vocab, other=_LOWEST).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, axis=1))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
+        top = higher
+    highest = tl.max(top, axis=0)
+    return highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
+
 
 @triton.jit
 def _loss_and_gradient(  # type: ignore[no-untyped-def]
@@ -24,17 +48,9 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     target = tl.load(targets + row)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        x = tl.load(start + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, axis=0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), axis=0)
-        top = higher
-    lse = top + tl.log(total)
     counts = target >= 0
-    chosen = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)
+    chosen = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)  # before it is written
+    lse = _log_sum_exp(start, vocab, BLOCK)
     tl.store(losses + row, tl.where(counts, lse - chosen + z_loss * lse * lse, 0.0))
     if GRADIENT:
         slope = 1 + 2 * z_loss * lse
@@ -55,7 +71,7 @@ def loss_and_gradient_(
     `targets` are −1 where they do not count; `logits` are (rows, padded vocabulary), contiguous.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(logits.shape[1]))
+    block = min(BLOCK, max(LANE.value, triton.next_power_of_2(logits.shape[1])))
     _loss_and_gradient[(len(logits),)](
         logits,
         targets,
@@ -65,6 +81,6 @@ def loss_and_gradient_(
         z_loss,
         BLOCK=block,
         GRADIENT=gradient,
-        num_warps=8 if block >= 2048 else 4,
+        num_warps=max(1, min(WARPS, block // (32 * LANE.value))),
     )
     return losses

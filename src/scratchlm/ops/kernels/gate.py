@@ -19,7 +19,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _forward(joined, hidden, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_rows(joined, hidden, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -31,7 +31,7 @@ def _forward(joined, hidden, width, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _backward(joined, slope, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_rows_back(joined, slope, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -51,7 +51,7 @@ def gate_forward(joined: Tensor) -> Tensor:
     joined = joined.contiguous()
     hidden = joined.new_empty(*joined.shape[:-1], width)
     rows = joined.numel() // (2 * width)
-    _forward[(rows, triton.cdiv(width, BLOCK))](joined, hidden, width, BLOCK=BLOCK)
+    _gate_rows[(rows, triton.cdiv(width, BLOCK))](joined, hidden, width, BLOCK=BLOCK)
     return hidden
 
 
@@ -61,7 +61,7 @@ def gate_backward(joined: Tensor, slope: Tensor) -> Tensor:
     joined, slope = joined.contiguous(), slope.contiguous()
     out = torch.empty_like(joined)
     rows = joined.numel() // (2 * width)
-    _backward[(rows, triton.cdiv(width, BLOCK))](joined, slope, out, width, BLOCK=BLOCK)
+    _gate_rows_back[(rows, triton.cdiv(width, BLOCK))](joined, slope, out, width, BLOCK=BLOCK)
     return out
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from scratchlm.ops.kernels.rotary import load_pairs, store_pairs, table_step
 
 ELEMENTS = 2048  # of one head, in a program at a time
+WARPS = 4
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _gains(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _cut_heads(  # type: ignore[no-untyped-def]
     joined,
     q_gain,
     k_gain,
@@ -91,7 +92,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _join_heads(  # type: ignore[no-untyped-def]
     joined,
     q_gain,
     k_gain,
@@ -147,7 +148,9 @@ def _backward(  # type: ignore[no-untyped-def]
                 HEADS,
                 KV_HEADS,
             )
-        sum_a, sum_b = tl.zeros((PADDED,), tl.float32), tl.zeros((PADDED,), tl.float32)
+        # Summed over the heads here, over the tokens at the end: that crosses threads.
+        sum_a = tl.zeros((TOKENS, PADDED), tl.float32)
+        sum_b = tl.zeros((TOKENS, PADDED), tl.float32)
         if NORM:
             ga, gb = _gains(q_gain, k_gain, kind, HALF, PADDED, INTERLEAVED)
         start = row + first * 2 * HALF
@@ -159,8 +162,8 @@ def _backward(  # type: ignore[no-untyped-def]
                 a, b = load_pairs(joined + here, inside, HALF, PADDED, INTERLEAVED)
                 square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
                 inverse = (1 / tl.sqrt(square + eps))[:, None]
-                sum_a += tl.sum(da * a * inverse, axis=0)
-                sum_b += tl.sum(db * b * inverse, axis=0)
+                sum_a += da * a * inverse
+                sum_b += db * b * inverse
                 along = tl.sum(da * ga * a + db * gb * b, axis=1) / (2 * HALF)
                 along = along[:, None] * inverse * inverse
                 da, db = (da * ga - a * along) * inverse, (db * gb - b * along) * inverse
@@ -171,8 +174,8 @@ def _backward(  # type: ignore[no-untyped-def]
             a_at, b_at = pair, HALF + pair
             if INTERLEAVED:
                 a_at, b_at = 2 * pair, 2 * pair + 1
-            tl.store(part + a_at, sum_a, mask=pair < HALF)
-            tl.store(part + b_at, sum_b, mask=pair < HALF)
+            tl.store(part + a_at, tl.sum(sum_a, axis=0), mask=pair < HALF)
+            tl.store(part + b_at, tl.sum(sum_b, axis=0), mask=pair < HALF)
 
 
 def _sizes(joined: Tensor, heads: int, kv_heads: int) -> tuple[int, int, dict[str, Any]]:
@@ -201,11 +204,12 @@ def heads_forward(
     batch, seq, _ = joined.shape
     _, blocks, sizes = _sizes(joined, heads, kv_heads)
     q, k = _results(joined, heads, kv_heads)
-    _forward[(2, blocks)](
+    _cut_heads[(2, blocks)](
         *(joined, q_gain, k_gain, cos, sin, q, k),
         *(batch * seq, seq, table_step(cos), eps),
         INTERLEAVED=interleaved,
         NORM=q_gain is not None,
+        num_warps=WARPS,
         **sizes,
     )
     return q, k
@@ -239,12 +243,13 @@ def heads_backward(
     _, blocks, sizes = _sizes(out, heads, kv_heads)
     norm = joined is not None
     parts = torch.empty(2, blocks if norm else 0, width, dtype=torch.float32, device=dq.device)
-    _backward[(3, blocks)](
+    _join_heads[(3, blocks)](
         *(joined, q_gain, k_gain, cos, sin, dq, dk, dv, out, parts),
         *(batch * seq, seq, table_step(cos), eps),
         *(*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]),
         INTERLEAVED=interleaved,
         NORM=norm,
+        num_warps=WARPS,
         **sizes,
     )
     return out, parts.sum(dim=1) if norm else parts.new_empty(2, width)
