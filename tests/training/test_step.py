@@ -74,9 +74,10 @@ def test_activation_checkpointing_changes_no_gradient_and_no_name(policy, ffn):
 
 
 def test_activation_checkpointing_keeps_less():
-    def kept(policy):
+    def kept(policy, layers=None):
         config = MODEL.replace(num_layers=4)
-        learner = Learner(build_model(config, 0, "cpu"), TrainConfig(checkpointing=policy))
+        settings = TrainConfig(checkpointing=policy, checkpointed_layers=layers)
+        learner = Learner(build_model(config, 0, "cpu"), settings)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: sizes.append(t.numel()) or t, lambda t: t
@@ -87,6 +88,8 @@ def test_activation_checkpointing_keeps_less():
 
     assert kept("block") < kept("ffn") < kept("none")
     assert kept("attention") < kept("none")
+    assert kept("block") == kept("block", 4) < kept("block", 3) < kept("block", 1)
+    assert kept("block", 0) == kept("none")
 
 
 @pytest.mark.parametrize("where", ["weight", "gradient"])

@@ -60,7 +60,7 @@ class Learner:
         self.average: dict[str, Tensor] | None = None
         if settings.ema:
             self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
-        apply_checkpointing(model, settings.checkpointing)
+        apply_checkpointing(model, settings.checkpointing, settings.checkpointed_layers)
         apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
         self.twins: Twins | None = None
@@ -254,9 +254,12 @@ _CHECKPOINTING: dict[str, dict[str, type]] = {
 }
 
 
-def apply_checkpointing(model: TransformerLM, policy: str) -> None:
-    """Recompute a part of each layer in the backward pass instead of keeping it."""
-    for layer in model.layers:
+def apply_checkpointing(model: TransformerLM, policy: str, layers: int | None = None) -> None:
+    """Recompute a part of the first layers, or of all, in the backward pass instead of keeping it.
+
+    What memory allows to keep need not be computed twice: as many layers as it takes, no more.
+    """
+    for layer in list(model.layers)[:layers]:
         for part, how in _CHECKPOINTING[policy].items():
             module = layer.get_submodule(part)
             # By its class, not by a wrapper of its own: all layers then share one compiled graph.

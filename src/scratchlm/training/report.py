@@ -171,7 +171,8 @@ def _predicted_peak(plan: Plan) -> str:
     settings = plan.train
     batch = settings.micro_batch_size or settings.batch_size
     precision = settings.precision or "fp32"
-    if settings.checkpointing not in CHECKPOINTING or precision not in PRECISIONS:
+    known = settings.checkpointing in CHECKPOINTING and settings.checkpointed_layers is None
+    if not known or precision not in PRECISIONS:
         return "not modelled"
     setup = Setup(
         phase="training",

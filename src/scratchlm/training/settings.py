@@ -55,6 +55,7 @@ class TrainConfig:
     precision: str | None = None
     compile: str = "off"
     checkpointing: str = "none"
+    checkpointed_layers: int | None = None  # that many, the first; None: all
     cuda_graph: bool = False  # forward and backward recorded once and replayed; a GPU's matter
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # when
@@ -138,6 +139,7 @@ _WHOLE = {
     "eval_batches": 0,
     "save_every": 1,
     "keep_last": 1,
+    "checkpointed_layers": 0,
     "patience": 0,
 }
 _RANGES: dict[str, tuple[float, float]] = {
