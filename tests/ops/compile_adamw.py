@@ -20,6 +20,7 @@ def compiled(gradient, tiling, aligned=True, scaled=True):
     """Compile the kernel for gradients of a type."""
     constants = {
         "GRADIENT": gradient,
+        "FOUR": gradient.primitive_bitwidth // 2,
         "ALIGNED": aligned,
         "BLOCK": tiling.block,
         "CHUNK": tiling.block * tiling.rounds,

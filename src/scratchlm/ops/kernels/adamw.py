@@ -46,7 +46,22 @@ class Factors(NamedTuple):
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    p, g, m, v, at, inside, scale, decay, rate, root, eps, beta1, rest1, beta2, rest2, HINT
+    p,
+    g,
+    m,
+    v,
+    at,
+    inside,
+    scale,
+    decay,
+    rate,
+    root,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    HINT: tl.constexpr,
 ):
     w = tl.load(p + at, mask=inside, eviction_policy=HINT)
     slope = tl.load(g + at, mask=inside, eviction_policy=HINT).to(tl.float32) * scale
@@ -76,6 +91,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     beta2,
     rest2,
     GRADIENT: tl.constexpr,
+    FOUR: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -92,7 +108,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     v = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     if ALIGNED:  # so that a thread loads four numbers at once, of g too, whatever their size
         p = tl.multiple_of(p, 16)
-        g = tl.multiple_of(g, GRADIENT.primitive_bitwidth // 2)
+        g = tl.multiple_of(g, FOUR)
         m = tl.multiple_of(m, 16)
         v = tl.multiple_of(v, 16)
     start = (program - tl.load(row + 4)) * CHUNK
@@ -167,6 +183,7 @@ def move(
             beta2,
             1 - beta2,
             GRADIENT=GRADIENTS[gradient],
+            FOUR=4 * gradient.itemsize,
             ALIGNED=aligned,
             BLOCK=block,
             CHUNK=block * rounds,
