@@ -37,9 +37,9 @@ class KernelAdamW(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take parameters up, if they are such as the kernel moves."""
         super().add_param_group(param_group)
-        device = self.param_groups[0]["params"][0].device
-        for p in self.param_groups[-1]["params"]:
-            _check(p, p, device)
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            _check(p, p, params[0].device)
         self._tables: list[Table] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
