@@ -50,6 +50,7 @@ bench-cpu: $(STAMP)
 BENCH_PYTHON ?= $(BIN)/python
 bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/train_gpu.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/optimizer.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/curves.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/decode.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py

@@ -1,4 +1,4 @@
-"""The optimizers from their formulas, torch's own as their fast twins, and gradient clipping.
+"""The optimizers from their formulas, which fast twin stands for each, and gradient clipping.
 
 AdamW (arXiv:1711.05101, algorithm 2; bias correction from arXiv:1412.6980), at step t:
 
@@ -24,11 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from scratchlm.ops.kernels import has_triton
 
 CLIP_EPS = 1e-6
 # Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.
@@ -55,9 +58,9 @@ class AdamW(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient once."""
-        loss = _evaluate(closure)
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
+        """Move every parameter that has a gradient once; `scale` multiplies the gradients."""
+        loss = run_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
@@ -67,6 +70,7 @@ class AdamW(Optimizer):
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                 m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
+                g = g if scale is None else g * scale
                 state["step"] += 1
                 t = state["step"].item()
 
@@ -99,7 +103,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move every parameter that has a gradient once."""
-        loss = _evaluate(closure)
+        loss = run_closure(closure)
         for group in self.param_groups:
             lr, mu = group["lr"], group["momentum"]
             for p in (p for p in group["params"] if p.grad is not None):
@@ -130,7 +134,8 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return what a closure computes, gradients and all, where there is one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -170,10 +175,9 @@ def make_optimizers(
     ]
     groups = [group for group in groups if group["params"]]
     made: list[Optimizer] = []
-    if groups and fast:
-        made.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True))
-    elif groups:
-        made.append(AdamW(groups, lr=lr, betas=betas, eps=eps))
+    if groups:
+        kind_of_adamw = _fast_adamw(rest) if fast else AdamW
+        made.append(kind_of_adamw(groups, lr=lr, betas=betas, eps=eps))
     if hidden and fast and all(p.ndim == 2 for p in hidden):
         made.append(
             torch.optim.Muon(
@@ -187,6 +191,17 @@ def make_optimizers(
     elif hidden:
         made.append(Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay))
     return made
+
+
+def _fast_adamw(parameters: Iterable[Tensor]) -> Callable[..., Optimizer]:
+    """Return the kernel's, where it can move all of them; torch's elsewhere."""
+    if has_triton() and all(
+        p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters
+    ):
+        from scratchlm.training.kernel_adamw import KernelAdamW
+
+        return KernelAdamW
+    return partial(torch.optim.AdamW, fused=True)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -213,8 +228,13 @@ def clip_grad_norm(
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = global_norm(grads)
     if grads:
-        torch._foreach_mul_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
+        torch._foreach_mul_(grads, clip_factor(norm, max_norm, eps))
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float, eps: float = CLIP_EPS) -> Tensor:
+    """Return what gradients of this norm are multiplied by to have `max_norm` at most."""
+    return (max_norm / (norm + eps)).clamp(max=1.0)
 
 
 def global_norm(tensors: list[Tensor]) -> Tensor:

@@ -38,7 +38,7 @@ class TrainConfig:
     momentum: float = 0.95  # Muon's
     weight_decay: float = 0.1
     clip: float = 1.0  # the most the gradients' global norm may be; 0: any
-    fast_optimizer: bool = True  # torch's own; false: the ones written out here
+    fast_optimizer: bool = True  # kernels, ours or torch's; false: written out
     # schedule
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: a twentieth of the steps, 200 at most
