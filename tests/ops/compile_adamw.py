@@ -1,7 +1,8 @@
 """Compile AdamW's kernel for a Hopper GPU, on a machine without one.
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per variant:
-the gradients' type, loads of 16 and of 8 bytes, stores of 16, and uses of shared memory.
+the gradients' type, loads of 16 and of 8 bytes, stores of 16 and of 8, and uses of shared memory.
+With gradients in bfloat16 the twins are written too, as training has it.
 """
 
 import re
@@ -21,6 +22,7 @@ def compiled(gradient, tiling, aligned=True, scaled=True):
     constants = {
         "GRADIENT": gradient,
         "FOUR": gradient.primitive_bitwidth // 2,
+        "TWIN": gradient == tl.bfloat16,
         "ALIGNED": aligned,
         "BLOCK": tiling.block,
         "CHUNK": tiling.block * tiling.rounds,
@@ -45,8 +47,8 @@ def compiled(gradient, tiling, aligned=True, scaled=True):
 def main() -> None:
     for gradient in (tl.float32, tl.bfloat16):
         text = compiled(gradient, Tiling()).asm["ptx"]
-        patterns = (r"ld\.global\S*\.v4", r"ld\.global\S*\.v2", r"st\.global\S*\.v4", r"\.shared")
-        print(gradient, *(len(re.findall(pattern, text)) for pattern in patterns))
+        wide = [rf"{way}\.global\S*\.v{n}" for way in ("ld", "st") for n in (4, 2)]
+        print(gradient, *(len(re.findall(pattern, text)) for pattern in (*wide, r"\.shared")))
     for scaled in (True, False):
         compiled(tl.float32, Tiling(), aligned=False, scaled=scaled)
 

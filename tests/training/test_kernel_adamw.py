@@ -15,6 +15,7 @@ from scratchlm.training import AdamW, TrainConfig, make_optimizers, take_step
 from scratchlm.training.kernel_adamw import KernelAdamW
 from scratchlm.training.optimizers import clip_grad_norm
 from scratchlm.training.session import deterministic_kernels
+from scratchlm.training.twins import Twins
 from tiny_models import FAMILIES, build, ids
 from training.test_step import make_batch
 from training.tiny import assert_same_state, make_learner
@@ -109,6 +110,23 @@ def test_gradients_in_bfloat16_are_read_as_they_are():
             optimizer.step()
         found.append([p.detach() for p in params])
     assert_all_close(*found)
+
+
+def test_twins_are_written_with_what_they_are_of():
+    model = build(FAMILIES["plain"], dtype=torch.float32).to(DEVICE)
+    optimizer, twins = KernelAdamW(model.parameters(), lr=0.1), Twins(model, low_gradients=True)
+    optimizer.write_twins(twins)
+    before = {p: low.clone() for p, low in twins.parts.items()}
+    for p in model.parameters():
+        p.grad_dtype = None
+        p.grad = torch.randn_like(p, dtype=torch.bfloat16 if p in twins.parts else torch.float32)
+    optimizer.step()
+    for p, low in twins.parts.items():
+        assert torch.equal(low, p.to(torch.bfloat16))
+        assert not torch.equal(low, before[p])
+        low.zero_()
+    twins.refresh()  # does nothing: the optimizer has said that they are equal
+    assert not any(low.any() for low in twins.parts.values())
 
 
 def test_the_scale_is_the_clipping():
@@ -375,8 +393,8 @@ def test_it_compiles_for_a_hopper_gpu_with_wide_loads_and_no_shared_memory():
         [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # 8 numbers a thread: of θ, g, m and v two loads each of four; of g in bfloat16 half as wide.
-    assert done.stdout.split("\n")[:2] == ["fp32 8 0 6 0", "bf16 6 2 6 0"]
+    # 8 numbers a thread: of θ, g, m and v two loads each of four; in bfloat16 half as wide.
+    assert done.stdout.split("\n")[:2] == ["fp32 8 0 6 0 0", "bf16 6 2 6 2 0"]
 
 
 # On a GPU

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scratchlm.ops.kernels.adamw import GRADIENTS, Factors, Place, Table, Tiling, move
 from scratchlm.training.optimizers import AdamW, run_closure
+from scratchlm.training.twins import Twins
 
 
 @dataclass
@@ -33,6 +34,11 @@ class KernelAdamW(AdamW):
     """AdamW for contiguous float32 parameters on one GPU (in Triton's interpreter: on a CPU)."""
 
     tiling = Tiling()
+    twins: Twins | None = None
+
+    def write_twins(self, twins: Twins) -> None:
+        """From now on, write the rounded copies too of what moves."""
+        self.twins = twins
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take parameters up, if they are such as the kernel moves."""
@@ -66,20 +72,22 @@ class KernelAdamW(AdamW):
         loss = run_closure(closure)
         launches = 0
         for group in self.param_groups:
-            for (t, gradient, aligned), alike in self._sorted(group["params"]).items():
-                table = self._table(launches, alike)
-                move(table, _factors(group, t), scale, gradient=gradient, aligned=aligned)
+            for (t, gradient, aligned, twins), alike in self._sorted(group["params"]).items():
+                table, factors = self._table(launches, alike), _factors(group, t)
+                move(table, factors, scale, gradient=gradient, aligned=aligned, twins=twins)
                 launches += 1
                 # A count is replaced, never written to: what moves together shares it.
                 count = torch.tensor(float(t))
                 for state in alike.states:
                     state["step"] = count
                 torch.autograd.graph.increment_version(alike.params)
+                if self.twins is not None:
+                    self.twins.are_equal(alike.params)
         return loss
 
-    def _sorted(self, params: list[Tensor]) -> dict[tuple[int, torch.dtype, bool], _Alike]:
-        """Sort what has a gradient by step, the gradient's type, and whether all is aligned."""
-        found: dict[tuple[int, torch.dtype, bool], _Alike] = {}
+    def _sorted(self, params: list[Tensor]) -> dict[tuple[int, torch.dtype, bool, bool], _Alike]:
+        """Sort by step, by the gradient's type, by whether all is aligned, and has a twin."""
+        found: dict[tuple[int, torch.dtype, bool, bool], _Alike] = {}
         counts: dict[int, int] = {}  # of a tensor by its id; few are read, many share one
         for p in params:
             if p.grad is None:
@@ -88,9 +96,11 @@ class KernelAdamW(AdamW):
             count, g, m, v = state["step"], _readable(p.grad), state["exp_avg"], state["exp_avg_sq"]
             if id(count) not in counts:
                 counts[id(count)] = int(count) + 1
-            place = p.data_ptr(), m.data_ptr(), v.data_ptr(), p.numel()
-            aligned = (g.data_ptr() | place[0] | place[1] | place[2]) % 16 == 0
-            kind = counts[id(count)], g.dtype, aligned
+            twin = None if self.twins is None else self.twins.parts.get(p)
+            low = 0 if twin is None else twin.data_ptr()
+            place = p.data_ptr(), m.data_ptr(), v.data_ptr(), low, p.numel()
+            aligned = (g.data_ptr() | place[0] | place[1] | place[2] | low) % 16 == 0
+            kind = counts[id(count)], g.dtype, aligned, twin is not None
             if kind not in found:
                 found[kind] = _Alike()
             alike = found[kind]

@@ -29,7 +29,7 @@ from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import OPS, Ops
-from scratchlm.training.optimizers import make_optimizers
+from scratchlm.training.optimizers import AdamW, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.twins import Twins
@@ -65,7 +65,12 @@ class Learner:
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
         self.twins: Twins | None = None
         if settings.precision != "fp32" and self.device.type == "cuda":
-            self.twins = Twins(model)
+            self.twins = Twins(
+                model, low_gradients=all(isinstance(o, AdamW) for o in self.optimizers)
+            )
+            for optimizer in self.optimizers:
+                if hasattr(optimizer, "write_twins"):
+                    optimizer.write_twins(self.twins)
         self.recorded: RecordedBackward | None = None
         if settings.cuda_graph and self.device.type == "cuda":
             self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))

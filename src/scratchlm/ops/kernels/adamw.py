@@ -4,9 +4,10 @@
     m ← β₁m + (1 − β₁)g        v ← β₂v + (1 − β₂)g²
     θ ← (1 − lr·λ)θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-θ, m and v are float32, g is float32 or bfloat16: 28 or 26 bytes a parameter. The tensors lie where
-they lie: a table has a row for each, with the addresses of its θ, m and v, how many numbers, and
-the first of its chunks; one list has the addresses of the gradients, another says of every chunk,
+θ, m and v are float32, g is float32 or bfloat16: 28 or 26 bytes a parameter. Where θ has a twin in
+bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a table
+has a row for each, with the addresses of its θ, m, v and twin, how many numbers, and the first of
+its chunks; one list has the addresses of the gradients, another says of every chunk,
 a program each, whose it is. The factors are floats, for which nothing is compiled anew.
 """
 
@@ -19,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 5  # of the table
-Place = tuple[int, int, int, int]  # addresses of θ, m, v; how many numbers
+COLUMNS = 6  # of the table
+Place = tuple[int, int, int, int, int]  # addresses of θ, m, v and the twin or 0; how many numbers
 GRADIENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -50,6 +51,7 @@ def _block(  # type: ignore[no-untyped-def]
     g,
     m,
     v,
+    twin,
     at,
     inside,
     scale,
@@ -61,6 +63,7 @@ def _block(  # type: ignore[no-untyped-def]
     rest1,
     beta2,
     rest2,
+    TWIN: tl.constexpr,
     HINT: tl.constexpr,
 ):
     w = tl.load(p + at, mask=inside, eviction_policy=HINT)
@@ -72,6 +75,8 @@ def _block(  # type: ignore[no-untyped-def]
     # Rounded as torch rounds: the quick root takes the smallest numbers for 0.
     w = decay * w - rate * tl.div_rn(mean, tl.sqrt_rn(square) * root + eps)
     tl.store(p + at, w, mask=inside, eviction_policy=HINT)
+    if TWIN:
+        tl.store(twin + at, w.to(tl.bfloat16), mask=inside)
     tl.store(m + at, mean, mask=inside, eviction_policy=HINT)
     tl.store(v + at, square, mask=inside, eviction_policy=HINT)
 
@@ -92,6 +97,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     rest2,
     GRADIENT: tl.constexpr,
     FOUR: tl.constexpr,
+    TWIN: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -106,13 +112,15 @@ def _adamw(  # type: ignore[no-untyped-def]
     g = tl.load(gradients + owner).to(tl.pointer_type(GRADIENT))
     m = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     v = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    twin = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:  # so that a thread loads four numbers at once, of g too, whatever their size
         p = tl.multiple_of(p, 16)
         g = tl.multiple_of(g, FOUR)
         m = tl.multiple_of(m, 16)
         v = tl.multiple_of(v, 16)
-    start = (program - tl.load(row + 4)) * CHUNK
-    stop = tl.minimum(start + CHUNK, tl.load(row + 3))
+        twin = tl.multiple_of(twin, 8)
+    start = (program - tl.load(row + 5)) * CHUNK
+    stop = tl.minimum(start + CHUNK, tl.load(row + 4))
     whole = stop - (stop - start) % BLOCK
     factor = 1.0
     if scale is not None:
@@ -120,13 +128,19 @@ def _adamw(  # type: ignore[no-untyped-def]
     for first in range(start, whole, BLOCK):
         at = first + tl.arange(0, BLOCK)
         _block(
-            p, g, m, v, at, None, factor, decay, rate, root, eps, beta1, rest1, beta2, rest2, HINT
+            *(p, g, m, v, twin, at, None),
+            *(factor, decay, rate, root, eps, beta1, rest1, beta2, rest2),
+            TWIN,
+            HINT,
         )
     for first in range(whole, stop, REST):  # in small pieces: masked addresses take registers
         at = first + tl.arange(0, REST)
         inside = at < stop
         _block(
-            p, g, m, v, at, inside, factor, decay, rate, root, eps, beta1, rest1, beta2, rest2, HINT
+            *(p, g, m, v, twin, at, inside),
+            *(factor, decay, rate, root, eps, beta1, rest1, beta2, rest2),
+            TWIN,
+            HINT,
         )
 
 
@@ -164,8 +178,12 @@ def move(
     *,
     gradient: torch.dtype = torch.float32,
     aligned: bool = True,
+    twins: bool = False,
 ) -> None:
-    """Move all tensors of a table once; `aligned`: every address is a multiple of 16."""
+    """Move all tensors of a table once, and their twins if they have some.
+
+    `aligned`: every address is a multiple of 16.
+    """
     decay, rate, root, eps, beta1, beta2 = factors
     block, rounds, warps, hint = table.tiling
     with torch.cuda.device_of(table.rows):
@@ -184,6 +202,7 @@ def move(
             1 - beta2,
             GRADIENT=GRADIENTS[gradient],
             FOUR=4 * gradient.itemsize,
+            TWIN=twins,
             ALIGNED=aligned,
             BLOCK=block,
             CHUNK=block * rounds,
