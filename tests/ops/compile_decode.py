@@ -1,7 +1,8 @@
 """Compile what a fused step launches, for a Hopper GPU, on a machine without one.
 
 Run as a program of its own, because the tests run under Triton's interpreter, which lets pass what
-the compiler refuses. Prints a line per kernel: name, 16-byte loads before the wait, all loads.
+the compiler refuses. Prints a line per kernel: name, 16-byte loads before the wait, all loads, and
+how often loaded registers are taken apart before the wait, for which they must have arrived.
 """
 
 import re
@@ -59,9 +60,10 @@ def main(family: str) -> None:
             Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
     for (name, _), (kernel, args, warps) in launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
-        before, _, _ = text.partition("griddepcontrol.wait")
+        before, waits, _ = text.partition("griddepcontrol.wait")
         early = len(re.findall(r"ld\.global[\w.:]*\.v4", before))
-        print(name, early, len(re.findall(r"ld\.global", text)))
+        apart = len(re.findall(r"mov\.b32\s+\{", before)) if waits else 0
+        print(name, early, len(re.findall(r"ld\.global", text)), apart)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
-    for name, early, _ in found:
+    assert {name for name, *_ in found} >= {"embed", "norm_project", "attend", "greatest"}
+    for name, early, _, apart in found:
         if name in ("norm_project", "norm_gate", "project_add"):
             assert int(early) >= 2, found
+        assert apart == "0", found
