@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scratchlm.ops.kernels.early_start import packed, ready
+from scratchlm.ops.kernels.early_start import let_next_in, packed, wait
 
 NO_ROPE, HALF, INTERLEAVED = 0, 1, 2
 # Lower than any score, yet finite: the difference of two such is 0, not NaN.
@@ -131,6 +131,7 @@ def gather(
     kv_head = head // (HEADS // KV_HEADS)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    let_next_in(PDL)  # before the keys, whose loads wait for the length
     length = tl.load(lengths + row).to(tl.int32)  # and so the new token's slot
     oldest = 0
     if WINDOW > 0:
@@ -149,7 +150,7 @@ def gather(
     if QK_NORM:
         qg, qg_ = _channels(q_gain, d, inside), _channels(q_gain, partner, inside)
         kg, kg_ = _channels(k_gain, d, inside), _channels(k_gain, partner, inside)
-    ready(PDL)
+    wait(PDL)
 
     # All loads before the first sum. A partner is read from memory, not shuffled: one code for
     # both layouts of the rotation.
