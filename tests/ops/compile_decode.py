@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from scratchlm.model.fused import FusedStep
-from scratchlm.ops.kernels.tiles import Spread, Tile
+from scratchlm.ops.kernels.tiles import Joined, Spread, Tile
 from tiny_models import FAMILIES, build
 
 TYPES = {
@@ -55,7 +55,8 @@ def main(family: str) -> None:
     model = build(config, dtype=torch.bfloat16)
     tiles = {"gate": Tile(2, 4, 2), "qkv": Tile(8, 4), "out": Tile(2, 4, 2)}
     with torch.inference_mode():
-        for rows, spread in ((1, None), (2, Spread(16, 4, 3)), (6, None)):
+        joined = Joined(32, 16, 4)
+        for rows, spread in ((1, joined), (1, Spread(16, 4, 1)), (2, Spread(16, 4, 3)), (6, None)):
             cache = model.new_cache(rows, 16)
             Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
     for (name, _), (kernel, args, warps) in launches.items():

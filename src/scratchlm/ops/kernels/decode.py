@@ -2,6 +2,7 @@
 
 A step of decoding multiplies each matrix by one vector (or a few), so its time is the time to read
 the matrices, plus what is lost where one kernel ends and the next begins. Five kernels make a layer
+(four for one row and a short cache: `attend_project.py` joins the second to the third)
 
     q, k, v = W_qkv · norm(x)         norm_project
     a       = attention(q, k, v)      attend              (see `decode_attention.py`)
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 
 from scratchlm.ops.kernels.early_start import packed, ready
+from scratchlm.ops.kernels.exact_sum import read_total
 
 NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 SILU, GELU, GELU_TANH, RELU = 0, 1, 2, 3
@@ -141,6 +143,7 @@ def norm_project(
     y1,
     y2,
     lengths,
+    total,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -152,9 +155,13 @@ def norm_project(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    CLEARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more."""
+    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more.
+
+    With `total`, set its K numbers to zero, CLEARED by each program.
+    """
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
@@ -163,6 +170,9 @@ def norm_project(
     weights = _weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
     ready(PDL)
+    if total is not None:
+        i = tl.program_id(0) * CLEARED + tl.arange(0, CLEARED)
+        tl.store(total + i, tl.zeros((CLEARED,), tl.int64), mask=i < K)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
             ahead = block + step
@@ -219,6 +229,7 @@ def norm_gate(
     w3,
     b1,
     b3,
+    total,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -231,7 +242,10 @@ def norm_gate(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = act(W1 h + b1) ⊙ (W3 h + b3), h = norm(x); without w3, y = act(W1 h + b1)."""
+    """y = act(W1 h + b1) ⊙ (W3 h + b3), h = norm(x); without w3, y = act(W1 h + b1).
+
+    With `total`, h = norm(x + total), for one row.
+    """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     up = _weights(w1, first, N, K, BLOCK_N, BLOCK_K)
@@ -248,6 +262,9 @@ def norm_gate(
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
                 v = _vector(x + row * K, K, BLOCK_K)
+                if total is not None:
+                    k = tl.arange(0, BLOCK_K)
+                    v += read_total(total + k, k < K)
                 v, scale = _centre(v, g, b, K, EPS, NORM, PDL)
             out = _product(up, v, PDL) * scale
             if b1 is not None:
@@ -272,6 +289,7 @@ def project_add(
     vector,
     w,
     bias,
+    total,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -281,7 +299,10 @@ def project_add(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read."""
+    """y = x + W v (+ b); with `total`, y = x + total + W v (+ b), for one row.
+
+    y may be x if no other kernel reads x meanwhile: a program reads and writes its own rows only.
+    """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     weights = _weights(w, first, N, K, BLOCK_N, BLOCK_K)
@@ -292,6 +313,8 @@ def project_add(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+            if total is not None:
+                before += read_total(total + n, n < N)
             if ROWS > 1 or tile == 0:
                 v = packed(_vector(vector + row * K, K, BLOCK_K), PDL).to(tl.float32)
             out = before + _product(weights, v, PDL)
