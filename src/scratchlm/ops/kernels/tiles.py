@@ -118,11 +118,12 @@ def choose_attention(
     little while the cache is short.
     """
     joined: Joined | None = None
-    head_bytes = 2 * capacity * d_head * element_size
-    if rows == 1 and heads <= MOST_HEADS and head_bytes <= SHORT_BYTES:
-        known = (heads, d_head, d_model, power_of_two(capacity))
-        by_rule = _choose_joined(capacity, heads, d_head, d_model, element_size)
-        joined = MEASURED_JOINED.get(known, by_rule)
+    known = (heads, d_head, d_model, power_of_two(capacity))
+    if rows == 1 and heads <= MOST_HEADS:
+        if known in MEASURED_JOINED:
+            joined = MEASURED_JOINED[known]
+        elif 2 * capacity * d_head * element_size <= SHORT_BYTES:
+            joined = _choose_joined(capacity, heads, d_head, d_model, element_size)
     return joined or choose_spread(capacity, heads, rows, d_head)
 
 
