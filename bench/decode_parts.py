@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -13,20 +12,11 @@ from results import table
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.inference.decoder import GraphDecoder
 from scratchlm.model.fused import FusedStep
-from scratchlm.ops.kernels.tiles import (
-    Joined,
-    Spread,
-    Tile,
-    choose_attention,
-    choose_spread,
-    choose_tile,
-    power_of_two,
-)
+from scratchlm.ops.kernels.tiles import Spread, Tile, choose_tile, power_of_two
 
 # Enough layers that the caches of the chip do not hold their weights.
 TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}
 REPLAYS = 20
-CAPACITY = 320  # of the cache while tiles are measured
 
 
 def recorded(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -72,8 +62,7 @@ def check(shapes: dict[str, ModelConfig]) -> None:
         for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             model = build(config.replace(num_layers=2)).to(dtype)
             for batch in (1, 3, 8):
-                joined = ({"spread": Joined(64, 64, 8)},) if batch == 1 else ()
-                found = [_after_three_steps(model, batch, way) for way in (*ways, *joined)]
+                found = [_after_three_steps(model, batch, way) for way in ways]
                 errors = [((got - own).norm() / own.norm()).item() for got, own in found]
                 same = all(torch.equal(got, found[0][0]) for got, _ in found[:4])
                 # more rows go through the library's products, which may choose another order
@@ -113,7 +102,7 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
         step = FusedStep(model, model.new_cache(1, PROMPT + STEPS), pdl=True, greedy=True)
         length = PROMPT + STEPS // 2
         step.lengths.fill_(length)
-        whole, before = 0.0, len(rows)
+        whole = 0.0
         for part, (work, count, read) in _parts(step, config, length).items():
             seconds = replay_seconds(recorded(work)) / count
             step.lengths.fill_(length)
@@ -128,13 +117,13 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
                     f"{read / seconds / 1e12:.2f}",
                 ]
             )
+        # replays advance the lengths; the cache has room for them
+        graph = recorded(step.run)
+        step.lengths.fill_(PROMPT)
+        seconds = replay_seconds(graph)
         rows.append([name, "sum of the parts", f"{1e6 * whole:.0f}", "", ""])
-        rows.append([name, "the whole step", f"{1e6 * _step_seconds(step, PROMPT):.0f}", "", ""])
-        if isinstance(step.spread, Joined):
-            step = _with_five_kernels(step)
-            seconds = _step_seconds(step, PROMPT)
-            rows.append([name, "the same in five kernels a layer", f"{1e6 * seconds:.0f}", "", ""])
-        print(table(["shape", "kernel", "us", "floor", "TB/s"], rows[before:]), flush=True)
+        rows.append([name, "the whole step", f"{1e6 * seconds:.0f}", "", ""])
+        print(table(["shape", "kernel", "us", "floor", "TB/s"], rows[-8:]), flush=True)
         del model, step
     return (
         "Each kernel alone over all layers, early starts on; what fits in the L2 reads faster.\n\n"
@@ -142,52 +131,50 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
     )
 
 
-def _step_seconds(step: FusedStep, length: int) -> float:
-    graph = recorded(step.run)
-    step.lengths.fill_(length)  # replays advance the lengths; the cache has room for them
-    return replay_seconds(graph)
-
-
-def _with_five_kernels(step: FusedStep) -> FusedStep:
-    config, cache = step.model.config, step.cache
-    spread = choose_spread(cache.capacity, config.num_heads, 1, config.d_head)
-    return FusedStep(step.model, cache, pdl=True, greedy=True, spread=spread)
-
-
 Part = tuple[Callable[[], object], int, float]
 
 
 def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]:
     d, heads = config.d_model, config.num_heads * config.d_head
-    kept, out = 4 * config.num_kv_heads * config.d_head * length, 2 * heads * d
+    kv = config.num_kv_heads * config.d_head
     x, y = step.x
-    joined, layers, many = step.spread, step.layers, config.num_layers
+    layers, many = step.layers, config.num_layers
 
-    def each(work: Callable[[Any], object]) -> Callable[[], object]:
+    def each(work: Callable[[torch.nn.Module], object]) -> Callable[[], object]:
         return lambda: [work(layer) for layer in layers]
+
+    def qkv(layer) -> None:  # type: ignore[no-untyped-def]
+        attn = layer.attn
+        matrices = [attn.q_proj, attn.k_proj, attn.v_proj]
+        step._project_few("qkv", x, layer.ln1, matrices, [step.q, step.k, step.v])
 
     def head() -> None:
         step._project_few("head", x, step.model.ln_final, [step._head()], [step.logits])
 
-    parts: dict[str, Part] = {}
-    qkv = 2 * d * (heads + 2 * config.num_kv_heads * config.d_head)
-    parts["norm, q k v"] = (each(step._project_qkv), many, qkv)
-    total: torch.Tensor | None = None
-    if isinstance(joined, Joined):
-        total, y = step.total, x
-        work = each(lambda layer: step._attend_project(layer.attn, joined))
-        parts["attention, out"] = (work, many, kept + out)
-    else:
-        work = each(lambda layer: step._attend(layer.attn, step.q, step.k, step.v))
-        parts["attention"] = (work, many, kept)
-        work = each(lambda layer: step._project_add("out", x, step.a, layer.attn.output_proj, y))
-        parts["out, add"] = (work, many, out)
-    work = each(lambda layer: step._norm_gate(y, layer.ln2, layer.ffn, total))
-    parts["norm, gate"] = (work, many, 4 * d * config.d_ff)
-    work = each(lambda layer: step._project_add("down", y, step.u, layer.ffn.w2, x, total))
-    parts["down, add"] = (work, many, 2 * d * config.d_ff)
-    parts["norm, head"] = (head, 1, 2 * d * config.vocab_size)
-    return parts
+    return {
+        "norm, q k v": (each(qkv), many, 2 * d * (heads + 2 * kv)),
+        "attention": (
+            each(lambda layer: step._attend(layer.attn, step.q, step.k, step.v)),
+            many,
+            4 * kv * length,
+        ),
+        "out, add": (
+            each(lambda layer: step._project_add("out", x, step.a, layer.attn.output_proj, y)),
+            many,
+            2 * heads * d,
+        ),
+        "norm, gate": (
+            each(lambda layer: step._norm_gate(y, layer.ln2, layer.ffn)),
+            many,
+            4 * d * config.d_ff,
+        ),
+        "down, add": (
+            each(lambda layer: step._project_add("down", y, step.u, layer.ffn.w2, x)),
+            many,
+            2 * d * config.d_ff,
+        ),
+        "norm, head": (head, 1, 2 * d * config.vocab_size),
+    }
 
 
 # Tile sizes
@@ -218,21 +205,6 @@ def spreads(config: ModelConfig) -> list[Spread]:
     ]
 
 
-def joins(config: ModelConfig) -> list[Joined]:
-    """Joined attention worth a try: 40 to 96 registers of loads per thread, programs at once."""
-    row_bytes = 2 * power_of_two(config.d_head)
-    found = []
-    for rows in (32, 64, 128, 256, 512):
-        programs = config.num_heads * -(-config.d_model // rows)
-        for keys in (64, 128, 256, 512):
-            for warps in (4, 8, 16):
-                held = (2 * keys + rows) * row_bytes // (warps * 128)  # registers of 4 bytes
-                fits = programs * warps <= 132 * 16
-                if 40 <= held <= 96 and programs >= 60 and fits:
-                    found.append(Joined(rows, keys, warps))
-    return found
-
-
 @torch.inference_mode()
 def tune(shapes: dict[str, ModelConfig], seconds: int) -> None:
     """Improve one kernel's tile after another by the time of whole steps; print what won."""
@@ -260,11 +232,10 @@ def _tune_one(
         "head": (config.vocab_size, config.d_model),
     }
     best = {kernel: choose_tile(kernel, *size, 2) for kernel, size in sizes.items()}
-    shape = config.num_heads, 1, config.d_head
-    spread = choose_attention(CAPACITY, *shape, config.d_model, 2)
-    cache = model.new_cache(1, CAPACITY)
+    spread: Spread | None = None
+    cache = model.new_cache(1, 320)
 
-    def measured(tiles: dict[str, Tile], spread: Spread | Joined) -> float:
+    def measured(tiles: dict[str, Tile], spread: Spread | None) -> float:
         try:
             decoder = GraphDecoder(model, cache, tiles=tiles, spread=spread)
             cache.length = 192
@@ -277,24 +248,20 @@ def _tune_one(
         finally:
             cache.reset()
 
-    def compile_ahead(tiles: dict[str, Tile], spread: Spread | Joined) -> None:
+    def compile_ahead(tiles: dict[str, Tile], spread: Spread | None) -> None:
         if time.perf_counter() < deadline:
-            FusedStep(
-                model, model.new_cache(1, CAPACITY), pdl=True, tiles=tiles, spread=spread
-            ).run()
+            FusedStep(model, model.new_cache(1, 320), pdl=True, tiles=tiles, spread=spread).run()
 
     time_now = first = measured(best, spread)
     print(f"{name}, {layers} layers: {1e6 * first:.0f} us by the rule", flush=True)
-    trials: dict[str, list[object]] = {"attention": [*joins(config), *spreads(config)]}
-    trials["attention"].append(choose_spread(CAPACITY, *shape))
-    for kernel, size in sizes.items():
-        trials[kernel] = list(candidates(kernel, *size))
+    trials: dict[str, list[object]] = {
+        kernel: list(candidates(kernel, *size)) for kernel, size in sizes.items()
+    }
+    trials["attention"] = list(spreads(config))
     for kernel, tries in trials.items():
-        if kernel == "out" and isinstance(spread, Joined):
-            continue
         settings = []
         for trial in tries:
-            if isinstance(trial, Spread | Joined):
+            if isinstance(trial, Spread):
                 settings.append((best, trial))
             else:
                 settings.append(({**best, kernel: trial}, spread))
@@ -309,21 +276,13 @@ def _tune_one(
         found.sort(key=lambda item: item[0])
         shown = [f"{tuple(t[kernel]) if kernel in t else s} {1e6 * us:.0f}" for us, t, s in found]
         print(f"  {kernel}: {'; '.join(map(str, shown[:4]))}; worst {shown[-1:]}", flush=True)
-        if kernel == "attention":
-            apart = [
-                line for line, (_, _, s) in zip(shown, found, strict=True) if isinstance(s, Spread)
-            ]
-            print(f"  attention apart: {'; '.join(apart[:4])}", flush=True)
         if found and found[0][0] < 0.997 * time_now:
             time_now, best, spread = found[0]
     print(f"{name}: {1e6 * first:.0f} -> {1e6 * time_now:.0f} us; spread {spread}", flush=True)
     return [
         f'    ("{kernel}", {rows}, {width}, 2): Tile{tuple(best[kernel])},'
         for kernel, (rows, width) in sizes.items()
-    ] + [
-        f"    # MEASURED_JOINED or MEASURED_SPREADS: {name}, ({config.num_heads}, {config.d_head}, "
-        f"{config.d_model}, {power_of_two(CAPACITY)}): {spread}"
-    ]
+    ] + [f"    # MEASURED_SPREADS, {name}, d_head {config.d_head}: {spread}"]
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:

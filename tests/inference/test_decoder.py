@@ -12,7 +12,7 @@ from scratchlm.inference import generate
 from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
 from scratchlm.model.fused import MAX_ROWS, why_not_fused
-from scratchlm.ops.kernels.tiles import Joined, Spread, Tile
+from scratchlm.ops.kernels.tiles import Spread, Tile
 from tiny_models import FAMILIES, build, ids
 
 CUDA = torch.cuda.is_available()
@@ -65,43 +65,6 @@ def test_steps_equal_the_model(family, rows):
     # and the model reads on from there
     got, wanted = (model(tokens[:, 8:], cache=c) for c in (cache, expected_cache))
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
-@torch.inference_mode()
-def test_four_kernels_a_layer_give_what_five_give_and_the_model(family):
-    model, tokens = make(family, layers=2), ids(1, 9).to(DEVICE)
-    found = []
-    for spread in (Joined(8, 4, 4), Spread(16, 4, 1)):
-        cache = filled(model, 1, tokens)
-        decoder = decoder_for(model, cache, spread=spread)
-        found.append(torch.cat([decoder.step(tokens[:, i]).clone() for i in (6, 7, 8)]))
-    plain = filled(model, 1, tokens)
-    own = model(tokens[:, 6:], cache=plain)[0]
-    for logits in found:
-        torch.testing.assert_close(logits, own, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=2e-5)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
-@pytest.mark.parametrize("wrong", ["nan in W_O", "inf in W_O", "inf in the cache"])
-@torch.inference_mode()
-def test_what_is_not_finite_does_not_come_out_as_a_number(wrong):
-    model, tokens = make("plain"), ids(1, 7).to(DEVICE)
-    cache = filled(model, 1, tokens)
-    if wrong == "inf in the cache":
-        cache.values[0, 0, 1, 2] = -torch.inf
-    else:
-        number = torch.nan if "nan" in wrong else torch.inf
-        model.layers[0].attn.output_proj.weight[3, 5] = number
-    assert decoder_for(model, cache, spread=Joined(8, 16, 4)).step(tokens[:, 6]).isnan().all()
-
-
-@torch.inference_mode()
-def test_attention_joined_to_the_projection_is_for_one_row():
-    model = make("plain")
-    with pytest.raises(ValueError, match=r"takes 1 row and up to 64 heads; got 2 rows"):
-        decoder_for(model, model.new_cache(2, 6), spread=Joined(8, 16, 4), graph=False)
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per variant:
 the gradients' type, loads of 16 and of 8 bytes, stores of 16 and of 8, and uses of shared memory.
-With gradients in bfloat16 the twins are written too, as training has it.
+With gradients in bfloat16 the first moment is so too, and twins are written.
 """
 
 import re
@@ -21,7 +21,9 @@ def compiled(gradient, tiling, aligned=True, scaled=True):
     """Compile the kernel for gradients of a type."""
     constants = {
         "GRADIENT": gradient,
-        "FOUR": gradient.primitive_bitwidth // 2,
+        "MOMENT": gradient,
+        "FOUR_G": gradient.primitive_bitwidth // 2,
+        "FOUR_M": gradient.primitive_bitwidth // 2,
         "TWIN": gradient == tl.bfloat16,
         "ALIGNED": aligned,
         "BLOCK": tiling.block,

@@ -8,20 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from scratchlm.ops import CausalMask, reference
-from scratchlm.ops.kernels import attend_project, decode, decode_attention, exact_sum
-from scratchlm.ops.kernels.tiles import (
-    MOST_HEADS,
-    Joined,
-    Spread,
-    choose_attention,
-    choose_spread,
-    choose_tile,
-    power_of_two,
-)
+from scratchlm.ops.kernels import decode, decode_attention
+from scratchlm.ops.kernels.tiles import choose_spread, choose_tile, power_of_two
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -57,19 +47,16 @@ def test_three_maps_of_the_norm_in_one_kernel(dtype, kind, rows, tiles, biased):
     outputs = [torch.full((rows, n), math.nan, device=DEVICE) for n in sizes]
     lengths = torch.tensor([7, 0, 3][:rows], device=DEVICE)
     blocks = sum(-(-n // block) for n in sizes)
-    total = torch.full((K + 1,), 7, device=DEVICE)
-    cleared = power_of_two(-(-K // -(-blocks // tiles)))
     given_shift = shift if kind == decode.LAYER_NORM else None
     decode.norm_project[(-(-blocks // tiles),)](
-        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs, lengths, total),
-        *(*sizes, K, 1e-5, kind, biased, rows, block, power_of_two(K), tiles, cleared, False),
+        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs, lengths),
+        *(*sizes, K, 1e-5, kind, biased, rows, block, power_of_two(K), tiles, False),
     )
     h = normed(kind, x, gain, shift)
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
         expected = reference.linear(h, weight.double(), None if bias is None else bias.double())
         assert relative_error(output, expected) < TOLERANCE[torch.float32]  # weights are exact
     assert lengths.tolist() == [8, 1, 4][:rows]
-    assert total.tolist() == [0] * K + [7]
 
 
 @pytest.mark.parametrize("activation", decode.ACTIVATIONS)
@@ -80,7 +67,7 @@ def test_norm_gate_is_the_first_half_of_a_feed_forward_layer(activation, gated, 
     b1, b3 = (draw(11), draw(11) if gated else None) if biased else (None, None)
     y = torch.full((2, 11), math.nan, device=DEVICE)
     decode.norm_gate[(-(-11 // (4 * tiles)),)](
-        *(x, gain, None, w1, w3, b1, b3, None, y, 11, K, 1e-5, decode.RMS_NORM),
+        *(x, gain, None, w1, w3, b1, b3, y, 11, K, 1e-5, decode.RMS_NORM),
         *(decode.ACTIVATIONS[activation], 2, 4, power_of_two(K), tiles, False),
     )
     h = normed(decode.RMS_NORM, x, gain, None)
@@ -98,7 +85,7 @@ def test_project_add_adds_the_map_to_the_stream(dtype, rows, tiles, biased):
     bias = draw(10, dtype=dtype) if biased else None
     y = torch.full((rows, 10), math.nan, device=DEVICE)
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, v, w, bias, None, y, 10, K, rows, 4, power_of_two(K), tiles, False)
+        *(x, v, w, bias, y, 10, K, rows, 4, power_of_two(K), tiles, False)
     )
     product = reference.linear(v.double(), w.double(), None if bias is None else bias.double())
     assert relative_error(y, x.double() + product) < TOLERANCE[torch.float32]
@@ -164,110 +151,6 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     torch.testing.assert_close(values.double(), expected_values, atol=0, rtol=TOLERANCE[dtype])
 
 
-@triton.jit
-def _add_all(total, parts, order, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    for j in range(PARTS):
-        part = tl.load(parts + tl.load(order + j) * BLOCK + i)
-        exact_sum.add_part(total + i, part, i < BLOCK, PARTS)
-
-
-@triton.jit
-def _read_all(total, out, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, exact_sum.read_total(total + i, i < BLOCK))
-
-
-def exactly_summed(parts, order):
-    count, width = parts.shape
-    total = torch.zeros(width, dtype=torch.int64, device=DEVICE)
-    out = torch.zeros(width, device=DEVICE)
-    _add_all[(1,)](total, parts, order.to(DEVICE), count, width)
-    _read_all[(1,)](total, out, width)
-    return out
-
-
-def test_an_exact_sum_is_the_same_in_every_order_and_nearest_to_float64():
-    sizes = 10.0 ** torch.linspace(-9, 3, 16).to(DEVICE)
-    parts = draw(25, 16) * sizes
-    found = [exactly_summed(parts, torch.randperm(25)) for _ in range(4)]
-    assert all(torch.equal(other, found[0]) for other in found)
-    exact = parts.double().sum(0)
-    assert ((found[0].double() - exact).abs() <= 2.0**-23 * exact.abs() + 25 * 2.0**-36).all()
-
-
-@pytest.mark.parametrize("count", [1, 25, MOST_HEADS])
-def test_parts_that_do_not_fit_an_exact_sum_make_it_nan_and_those_that_do_never(count):
-    largest = 2.0**18 / count
-    parts = torch.full((count, 8), largest, device=DEVICE)
-    parts[:, 1] = -largest
-    parts[:, 2] = math.nan
-    parts[:, 3] = -math.inf
-    parts[0, 4] = math.inf
-    parts[1:, 4] = -largest
-    parts[0, 5] = -largest * 1.001
-    parts[:, 6] = 3e38
-    parts[:, 7] = 0
-    got = exactly_summed(parts, torch.arange(count)).tolist()
-    assert got[:2] == pytest.approx([2.0**18, -(2.0**18)], rel=1e-6)
-    assert all(math.isnan(number) for number in got[2:7]), got
-    assert got[7] == 0
-
-
-JOINED_CASES = {  # heads, kv_heads, d, keys at a time, window, qk_norm, rope, bias
-    "plain": (2, 2, 8, 16, 0, False, decode_attention.NO_ROPE, False),
-    "grouped, normed, biased": (4, 2, 6, 8, 0, True, decode_attention.HALF, True),
-    "window": (2, 1, 10, 4, 5, False, decode_attention.INTERLEAVED, False),
-}
-
-
-@pytest.mark.parametrize("length", [0, 1, 8, 9, 20])
-@pytest.mark.parametrize("case", JOINED_CASES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
-def test_attention_joined_to_the_output_projection(dtype, case, length):
-    heads, kv_heads, d, block, window, qk_norm, rope, biased = JOINED_CASES[case]
-    capacity, width, rows = 21, 11, 4
-    q, k, v = draw(1, heads, d), draw(1, kv_heads, d), draw(1, kv_heads, d)
-    q_gain, k_gain = (draw(d), draw(d)) if qk_norm else (None, None)
-    cos, sin = draw(capacity, d // 2), draw(capacity, d // 2)
-    keys, values = (draw(1, kv_heads, capacity, d, dtype=dtype) for _ in range(2))
-    expected_keys, expected_values = keys.double(), values.double()
-    w, bias = draw(width, heads * d, dtype=dtype), draw(width, dtype=dtype) if biased else None
-    total = torch.zeros(width, dtype=torch.int64, device=DEVICE)
-    attend_project.attend_project[(heads, -(-width // rows))](
-        *(q, k, v, q_gain, k_gain, cos, sin, keys, values, torch.tensor([length]).to(DEVICE)),
-        *(w, bias, total, capacity, heads, kv_heads, d, power_of_two(d), block, width, rows),
-        *(1e-6, qk_norm, rope, window, d**-0.5, False),
-    )
-    new_key = turned(k[0], k_gain, rope, cos, sin, length)
-    expected_keys[0, :, length] = new_key.float().to(dtype).double()
-    expected_values[0, :, length] = v[0].to(dtype).double()
-    query = turned(q[0], q_gain, rope, cos, sin, length)
-    every = expected_keys[:, :, : length + 1], expected_values[:, :, : length + 1]
-    mask = CausalMask(start=length, window=window or None)
-    mixed = reference.attention(query[None, :, None], *every, mask).reshape(-1)
-    expected = reference.linear(mixed, w.double(), None if bias is None else bias.double())
-    assert relative_error(total.double() * 2.0**-36, expected) < 3 * TOLERANCE[dtype]
-    torch.testing.assert_close(keys.double(), expected_keys, atol=1e-6, rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(values.double(), expected_values, atol=0, rtol=TOLERANCE[dtype])
-
-
-def test_the_feed_forward_kernels_take_the_total_in_and_the_stream_may_stay_where_it_is():
-    x, delta, gain, w1, w2 = draw(1, K), draw(1, K), draw(K), draw(11, K), draw(K, 11)
-    total = (delta[0].double() * 2.0**36).long()
-    u = torch.full((1, 11), math.nan, device=DEVICE)
-    expected = x.double() + total.double() * 2.0**-36
-    decode.norm_gate[(3,)](
-        *(x, gain, None, w1, None, None, None, total, u, 11, K, 1e-5, decode.RMS_NORM),
-        *(decode.RELU, 1, 4, power_of_two(K), 1, False),
-    )
-    h = normed(decode.RMS_NORM, expected, gain, None)
-    assert relative_error(u, reference.linear(h, w1.double()).relu()) < TOLERANCE[torch.float32]
-    decode.project_add[(7,)](x, u, w2, None, total, x, K, 11, 1, 4, 16, 1, False)
-    expected = expected + reference.linear(u.double(), w2.double())
-    assert relative_error(x, expected) < TOLERANCE[torch.float32]
-
-
 def test_embedding_adds_positions_and_marks_unknown_ids():
     table, positions = draw(7, K), draw(9, K)
     ids, lengths = torch.tensor([6, 7, -1, 0]).to(DEVICE), torch.tensor([8, 0, 0, 2]).to(DEVICE)
@@ -312,20 +195,6 @@ def test_the_rules_give_what_the_kernels_can_take():
         assert 1 <= spread.splits <= 64
 
 
-def test_attention_is_joined_for_one_row_and_a_short_cache_only():
-    medium = (16, 1, 64, 1024, 2)
-    assert isinstance(choose_attention(320, *medium), Joined)
-    assert isinstance(choose_attention(320, 25, 1, 64, 1600, 2), Joined)
-    assert choose_attention(513, *medium) == choose_spread(513, 16, 1, 64)
-    assert isinstance(choose_attention(320, 16, 2, 64, 1024, 2), Spread)
-    assert isinstance(choose_attention(320, MOST_HEADS + 1, 1, 64, 8192, 2), Spread)
-    for capacity, heads, d_head, d_model in ((1, 1, 1, 1), (100, 3, 80, 240), (64, 64, 256, 512)):
-        joined = choose_attention(capacity, heads, 1, d_head, d_model, 4)
-        if isinstance(joined, Joined):
-            assert joined.rows == power_of_two(joined.rows)
-            assert joined.keys == power_of_two(joined.keys)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
 def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     program = Path(__file__).with_name("compile_decode.py")
@@ -336,14 +205,7 @@ def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, *_ in found} >= {
-        "embed",
-        "norm_project",
-        "attend",
-        "attend_project",
-        "greatest",
-    }
-    for name, early, _, apart in found:
-        if name in ("norm_project", "norm_gate", "project_add", "attend_project"):
+    assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
+    for name, early, _ in found:
+        if name in ("norm_project", "norm_gate", "project_add"):
             assert int(early) >= 2, found
-        assert apart == "0", found

@@ -62,6 +62,31 @@ def test_adamw_equals_its_formula_in_plain_numbers():
         assert p.item() == pytest.approx(theta, rel=1e-13)
 
 
+def test_a_first_moment_in_bfloat16_is_rounded_once_a_step_and_moves_nearly_alike():
+    shapes, made = [(3, 4), (5,)], []
+
+    def low(params):
+        made.append(AdamW(params, lr=0.1, moment=torch.bfloat16))
+        return made[-1]
+
+    ours = parameters_after(low, shapes)
+    truth = parameters_after(lambda ps: AdamW(ps, lr=0.1), shapes)
+    for a, b in zip(ours, truth, strict=True):
+        assert 0 < (a - b).abs().max() < 0.05
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = AdamW([p], betas=(0.9, 0.95), moment=torch.bfloat16)
+    exact = torch.zeros(3)
+    for g in ([1.0, 0.3, 1e-3], [0.1, -0.7, 2.0], [0.11, 5.0, -1e-3]):
+        p.grad = torch.tensor(g)
+        optimizer.step()
+        exact = (0.9 * exact + 0.1 * p.grad).bfloat16().float()
+    assert torch.equal(optimizer.state[p]["exp_avg"], exact.bfloat16())
+    again = AdamW([p], moment=torch.bfloat16)
+    again.load_state_dict(optimizer.state_dict())  # which widens, and is narrowed again
+    assert torch.equal(again.state[p]["exp_avg"], exact.bfloat16())
+    assert again.state[p]["exp_avg"].dtype == torch.bfloat16
+
+
 def test_muon_equals_torchs():
     shapes = [(6, 4), (4, 6), (5, 5)]
     choice = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}

@@ -24,6 +24,7 @@ from training.tiny import (
 VARIANTS = {
     "adamw": (SETTINGS, MODEL),
     "written out": (replace(SETTINGS, fast_optimizer=False), MODEL),
+    "moment in bfloat16": (replace(SETTINGS, moment="bf16"), MODEL),
     "muon": (replace(SETTINGS, optimizer="muon"), MODEL),
     "average, micro-batches": (replace(SETTINGS, ema=0.9, micro_batch_size=3), MODEL),
     "experts, wsd": (replace(SETTINGS, schedule="wsd"), MODEL.replace(ffn=MoE(4, 2))),

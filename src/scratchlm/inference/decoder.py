@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.model.fused import FusedStep, Joined, Spread, Tile, why_not_fused
+from scratchlm.model.fused import FusedStep, Spread, Tile, why_not_fused
 
 # Recording costs about as much as this many plain steps; fewer are not worth it.
 WORTH_RECORDING = 16
@@ -45,7 +45,6 @@ class GraphDecoder:
     `graph=False` launches the kernels one by one: the same results, for tests and for profiles.
     `pdl` lets a kernel start while the one before it ends (Hopper and later); None: where possible.
     `greedy` chooses the greatest logit on the device; `step(None)` then reads that token.
-    `tiles` and `spread` are `FusedStep`'s, for measuring.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class GraphDecoder:
         pdl: bool | None = None,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
-        spread: Spread | Joined | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.graph, self.greedy = graph, greedy

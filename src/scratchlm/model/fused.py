@@ -7,9 +7,8 @@
 Everything lives in buffers that stay where they are, so that the launches can be recorded once as
 a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
 formulas are `ops/reference.py`'s, the kernels `ops/kernels/decode.py`'s. Up to `MAX_ROWS` rows go
-through the matrix-vector kernels; more go through torch's matrix products. One row with a short
-cache has attention and the output projection in one kernel (`attend_project.py`). The residual
-stream is kept in float32, so a low-precision model loses a little less than in its own forward.
+through the matrix-vector kernels; more go through torch's matrix products. The residual stream is
+kept in float32, so a low-precision model loses a little less here than in its own forward.
 """
 
 from __future__ import annotations
@@ -37,15 +36,7 @@ from scratchlm.model.layers import (
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.ops import OPS
-from scratchlm.ops.kernels.tiles import (
-    MOST_HEADS,
-    Joined,
-    Spread,
-    Tile,
-    choose_attention,
-    choose_tile,
-    power_of_two,
-)
+from scratchlm.ops.kernels.tiles import Spread, Tile, choose_spread, choose_tile, power_of_two
 
 MAX_ROWS = 4
 GREEDY_PARTS = 32  # programs per row that look for the greatest logit
@@ -75,11 +66,7 @@ def why_not_fused(model: TransformerLM) -> str | None:
 
 
 class FusedStep:
-    """The buffers and the launches of one step for `model` and the rows of `cache`.
-
-    `spread` says how attention is done, by `choose_attention` if not given: a `Spread` as a kernel
-    of its own, a `Joined` with the output projection, for one row.
-    """
+    """The buffers and the launches of one step for `model` and the rows of `cache`."""
 
     def __init__(
         self,
@@ -89,7 +76,7 @@ class FusedStep:
         pdl: bool = False,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
-        spread: Spread | Joined | None = None,
+        spread: Spread | None = None,
     ) -> None:
         reason = why_not_fused(model)
         if reason is not None:
@@ -104,13 +91,9 @@ class FusedStep:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
         own: dict[str, Any] = {"dtype": self.dtype, "device": device}
         d_kv = config.num_kv_heads * config.d_head
-        sizes = config.num_heads, rows, config.d_head, config.d_model, self.dtype.itemsize
-        self.spread = spread or choose_attention(cache.capacity, *sizes)
-        if isinstance(self.spread, Joined) and (rows > 1 or config.num_heads > MOST_HEADS):
-            raise ValueError(
-                f"attention joined to the output projection takes 1 row and up to {MOST_HEADS} "
-                f"heads; got {rows} rows and {config.num_heads} heads"
-            )
+        if spread is None:
+            spread = choose_spread(cache.capacity, config.num_heads, rows, config.d_head)
+        self.spread = spread
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
@@ -120,14 +103,13 @@ class FusedStep:
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
         self.a = torch.zeros(rows, config.num_heads * config.d_head, **own)
         self.u = torch.zeros(rows, config.d_ff, **own)
-        self.total = torch.zeros(config.d_model, dtype=torch.int64, device=device)
-        splits = 0 if isinstance(self.spread, Joined) else self.spread.splits
-        self.partial = torch.zeros(rows * config.num_heads * splits * (config.d_head + 2), **wide)
+        shares = rows * config.num_heads * self.spread.splits * (config.d_head + 2)
+        self.partial = torch.zeros(shares, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        from scratchlm.ops.kernels import attend_project, decode, decode_attention  # need triton
+        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
 
-        self.kernels, self.attention, self.joined = decode, decode_attention, attend_project
+        self.kernels, self.attention = decode, decode_attention
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
@@ -210,22 +192,12 @@ class FusedStep:
 
     def _few(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
-        self._project_qkv(layer)
-        if isinstance(self.spread, Joined):
-            self._attend_project(attn, self.spread)
-            self._norm_gate(x, layer.ln2, ffn, self.total)
-            self._project_add("down", x, self.u, ffn.w2, x, self.total)
-        else:
-            self._attend(attn, self.q, self.k, self.v)
-            self._project_add("out", x, self.a, attn.output_proj, y)
-            self._norm_gate(y, layer.ln2, ffn)
-            self._project_add("down", y, self.u, ffn.w2, x)
-
-    def _project_qkv(self, layer: Any) -> None:
-        attn = layer.attn
-        linears, outputs = [attn.q_proj, attn.k_proj, attn.v_proj], [self.q, self.k, self.v]
-        total = self.total if isinstance(self.spread, Joined) else None
-        self._project_few("qkv", self.x[0], layer.ln1, linears, outputs, total=total)
+        projections = [attn.q_proj, attn.k_proj, attn.v_proj]
+        self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
+        self._attend(attn, self.q, self.k, self.v)
+        self._project_add("out", x, self.a, attn.output_proj, y)
+        self._norm_gate(y, layer.ln2, ffn)
+        self._project_add("down", y, self.u, ffn.w2, x)
 
     def _tile(self, kernel: str, rows: int, width: int) -> Tile:
         size = self.dtype.itemsize
@@ -239,23 +211,22 @@ class FusedStep:
         linears: Sequence[Embedding | Linear],
         outputs: list[Tensor],
         advance: bool = False,
-        total: Tensor | None = None,
     ) -> None:
         weights = [linear.weight for linear in linears]
         biases = [getattr(linear, "bias", None) for linear in linears]
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         tile = self._tile(kernel, sum(sizes), width)
         blocks = sum(-(-size // tile.rows) for size in sizes)
-        programs, absent = -(-blocks // tile.tiles), 3 - len(linears)
+        absent = 3 - len(linears)
         kind, gain, shift, eps = self._norm(norm)
         self._launch(
             self.kernels.norm_project,
-            (programs,),
+            (-(-blocks // tile.tiles),),
             *(x, gain, shift),
             *(*weights, *[None] * absent),
             *(*biases, *[None] * absent),
             *(*outputs, *[None] * absent),
-            *(self.lengths if advance else None, total),
+            self.lengths if advance else None,
             *(sizes + [0] * absent),
             width,
             eps,
@@ -265,33 +236,22 @@ class FusedStep:
             tile.rows,
             power_of_two(width),
             tile.tiles,
-            power_of_two(-(-width // programs)),
             self.pdl,
             warps=tile.warps,
         )
 
-    def _project_add(
-        self,
-        kernel: str,
-        x: Tensor,
-        v: Tensor,
-        linear: Linear,
-        y: Tensor,
-        total: Tensor | None = None,
-    ) -> None:
+    def _project_add(self, kernel: str, x: Tensor, v: Tensor, linear: Linear, y: Tensor) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, linear.weight, linear.bias, total, y),
+            *(x, v, linear.weight, linear.bias, y),
             *(rows, width, self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,
         )
 
-    def _norm_gate(
-        self, x: Tensor, norm: nn.Module, ffn: SwiGLU | MLP, total: Tensor | None = None
-    ) -> None:
+    def _norm_gate(self, x: Tensor, norm: nn.Module, ffn: SwiGLU | MLP) -> None:
         rows, width = ffn.w1.weight.shape
         tile = self._tile("gate" if isinstance(ffn, SwiGLU) else "up", rows, width)
         kind, gain, shift, eps = self._norm(norm)
@@ -299,7 +259,7 @@ class FusedStep:
         self._launch(
             self.kernels.norm_gate,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, total, self.u),
+            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, self.u),
             *(rows, width, eps, kind, self._activation(ffn), self.rows),
             *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,
@@ -317,46 +277,32 @@ class FusedStep:
         return self.kernels.NO_NORM, None, None, 0.0
 
     def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
-        spread = self.spread
-        assert isinstance(spread, Spread)
-        before, sizes, after = self._attention(attn)
-        self._launch(
-            self.attention.attend,
-            (attn.num_heads, spread.splits, self.rows),
-            *(q, k, v, *before, self.partial, self.tickets, self.a, *sizes),
-            *(spread.keys, spread.splits, power_of_two(spread.splits), *after),
-            warps=spread.warps,
-        )
-
-    def _attend_project(self, attn: MultiHeadSelfAttention, joined: Joined) -> None:
-        before, sizes, after = self._attention(attn)
-        linear = attn.output_proj
-        rows = len(linear.weight)
-        self._launch(
-            self.joined.attend_project,
-            (attn.num_heads, -(-rows // joined.rows)),
-            *(self.q, self.k, self.v, *before, linear.weight, linear.bias, self.total, *sizes),
-            *(joined.keys, rows, joined.rows, *after),
-            warps=joined.warps,
-        )
-
-    def _attention(self, attn: MultiHeadSelfAttention) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return what both attention kernels take, in its three places among their arguments."""
-        cache, rope, q_norm, k_norm = self.cache, attn.rope, attn.q_norm, attn.k_norm
+        cache, spread = self.cache, self.spread
+        rope, q_norm, k_norm = attn.rope, attn.q_norm, attn.k_norm
         turn = self.attention.NO_ROPE
         if rope is not None:
             halves = rope.layout == "half"
             turn = self.attention.HALF if halves else self.attention.INTERLEAVED
-        gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
-        turns = [None, None] if rope is None else [rope.cos, rope.sin]
-        cached = [cache.keys[attn.layer], cache.values[attn.layer], self.lengths]
-        heads = [cache.capacity, attn.num_heads, attn.num_kv_heads]
-        eps = 0.0 if q_norm is None else q_norm.eps
-        after = [eps, q_norm is not None, turn, attn.sliding_window or 0, attn.d_head**-0.5]
-        return (
-            [*gains, *turns, *cached],
-            [*heads, attn.d_head, power_of_two(attn.d_head)],
-            [*after, self.pdl],
+        self._launch(
+            self.attention.attend,
+            (attn.num_heads, spread.splits, self.rows),
+            *(q, k, v),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            None if rope is None else rope.cos,
+            None if rope is None else rope.sin,
+            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
+            *(self.partial, self.tickets, self.a),
+            *(cache.capacity, attn.num_heads, attn.num_kv_heads),
+            *(attn.d_head, power_of_two(attn.d_head), spread.keys),
+            *(spread.splits, power_of_two(spread.splits)),
+            0.0 if q_norm is None else q_norm.eps,
+            q_norm is not None,
+            turn,
+            attn.sliding_window or 0,
+            attn.d_head**-0.5,
+            self.pdl,
+            warps=spread.warps,
         )
 
     # More rows: torch's matrix products, and the same attention

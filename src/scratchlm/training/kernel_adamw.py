@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scratchlm.ops.kernels.adamw import GRADIENTS, Factors, Place, Table, Tiling, move
+from scratchlm.ops.kernels.adamw import TYPES, Factors, Kinds, Place, Table, Tiling, move
 from scratchlm.training.optimizers import AdamW, run_closure
 from scratchlm.training.twins import Twins
 
@@ -72,9 +72,8 @@ class KernelAdamW(AdamW):
         loss = run_closure(closure)
         launches = 0
         for group in self.param_groups:
-            for (t, gradient, aligned, twins), alike in self._sorted(group["params"]).items():
-                table, factors = self._table(launches, alike), _factors(group, t)
-                move(table, factors, scale, gradient=gradient, aligned=aligned, twins=twins)
+            for (t, kinds), alike in self._sorted(group).items():
+                move(self._table(launches, alike), _factors(group, t), scale, kinds)
                 launches += 1
                 # A count is replaced, never written to: what moves together shares it.
                 count = torch.tensor(float(t))
@@ -85,14 +84,14 @@ class KernelAdamW(AdamW):
                     self.twins.are_equal(alike.params)
         return loss
 
-    def _sorted(self, params: list[Tensor]) -> dict[tuple[int, torch.dtype, bool, bool], _Alike]:
-        """Sort by step, by the gradient's type, by whether all is aligned, and has a twin."""
-        found: dict[tuple[int, torch.dtype, bool, bool], _Alike] = {}
+    def _sorted(self, group: dict[str, Any]) -> dict[tuple[int, Kinds], _Alike]:
+        """Sort what has a gradient by step, and by what the kernel must know of it."""
+        found: dict[tuple[int, Kinds], _Alike] = {}
         counts: dict[int, int] = {}  # of a tensor by its id; few are read, many share one
-        for p in params:
+        for p in group["params"]:
             if p.grad is None:
                 continue
-            state = self._state_of(p)
+            state = self._state_of(p, group["moment"])
             count, g, m, v = state["step"], _readable(p.grad), state["exp_avg"], state["exp_avg_sq"]
             if id(count) not in counts:
                 counts[id(count)] = int(count) + 1
@@ -100,7 +99,7 @@ class KernelAdamW(AdamW):
             low = 0 if twin is None else twin.data_ptr()
             place = p.data_ptr(), m.data_ptr(), v.data_ptr(), low, p.numel()
             aligned = (g.data_ptr() | place[0] | place[1] | place[2] | low) % 16 == 0
-            kind = counts[id(count)], g.dtype, aligned, twin is not None
+            kind = counts[id(count)], Kinds(g.dtype, m.dtype, aligned, twin is not None)
             if kind not in found:
                 found[kind] = _Alike()
             alike = found[kind]
@@ -110,32 +109,30 @@ class KernelAdamW(AdamW):
             alike.places.append(place)
         return found
 
-    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[p]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
-        return state
-
     def _table(self, number: int, alike: _Alike) -> Table:
         """Return the table of a step's launch: the last step's, where everything lies as it did."""
         known = number < len(self._tables) and self._tables[number].places == alike.places
         if not known:
             device = alike.params[0].device
             for p, state in zip(alike.params, alike.states, strict=True):
-                for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
-                    _check(tensor, p, device)
+                _check(p, p, device)
+                _check(state["exp_avg"], p, device, tuple(TYPES))
+                _check(state["exp_avg_sq"], p, device)
             self._tables[number:] = [Table(alike.places, device, self.tiling)]
         table = self._tables[number]
         table.set_gradients([g.data_ptr() for g in alike.grads])
         return table
 
 
-def _check(tensor: Tensor, p: Tensor, device: torch.device) -> None:
+def _check(
+    tensor: Tensor,
+    p: Tensor,
+    device: torch.device,
+    types: tuple[torch.dtype, ...] = (torch.float32,),
+) -> None:
     """Refuse what the kernel, which sees addresses alone, would take for something else."""
     if (
-        tensor.dtype != torch.float32
+        tensor.dtype not in types
         or tensor.device != device
         or tensor.shape != p.shape
         or not tensor.is_contiguous()
@@ -152,7 +149,7 @@ def _readable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     if gradient.layout != torch.strided:
         raise RuntimeError("KernelAdamW does not support sparse gradients")
-    if gradient.dtype not in GRADIENTS:
+    if gradient.dtype not in TYPES:
         gradient = gradient.float()
     return gradient.contiguous()
 

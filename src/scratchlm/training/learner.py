@@ -54,6 +54,7 @@ class Learner:
             eps=settings.eps,
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
+            moment=torch.bfloat16 if settings.moment == "bf16" else None,
             fast=settings.fast_optimizer,
         )
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -257,15 +258,21 @@ _CHECKPOINTING: dict[str, dict[str, type]] = {
     "selective": {"attn": _PartlyRecomputed, "ffn": _Recomputed},
     "block": {"": _Recomputed},
 }
+# the same for the layers past `checkpointed_layers`
+_BEYOND: dict[str, dict[str, type]] = {
+    "selective": {"attn": _PartlyRecomputed, "ffn": _PartlyRecomputed}
+}
 
 
 def apply_checkpointing(model: TransformerLM, policy: str, layers: int | None = None) -> None:
     """Recompute a part of the first layers, or of all, in the backward pass instead of keeping it.
 
-    What memory allows to keep need not be computed twice: as many layers as it takes, no more.
+    What memory allows to keep need not be computed twice: as many layers as it takes, no more. With
+    `selective` the other layers recompute too, but no matrix product.
     """
-    for layer in list(model.layers)[:layers]:
-        for part, how in _CHECKPOINTING[policy].items():
+    for number, layer in enumerate(model.layers):
+        within = layers is None or number < layers
+        for part, how in (_CHECKPOINTING if within else _BEYOND).get(policy, {}).items():
             module = layer.get_submodule(part)
             # By its class, not by a wrapper of its own: all layers then share one compiled graph.
             module.__class__ = _recomputed(type(module), how)  # type: ignore[arg-type]

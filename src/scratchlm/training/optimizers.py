@@ -40,7 +40,11 @@ NS_STEPS = 5
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay, written out."""
+    """Adam with decoupled weight decay, written out.
+
+    `moment` is the type m is kept in, None for the parameter's: it is a mean of gradients that are
+    replaced by a tenth every step, and bears fewer bits. Sums are in the parameter's type.
+    """
 
     def __init__(
         self,
@@ -49,13 +53,30 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        moment: torch.dtype | None = None,
     ) -> None:
         _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must lie in [0, 1); got betas={tuple(betas)}")
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        chosen = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**chosen, "moment": moment})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up a state that may be torch's; loading has widened every m to its parameter."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            moment = group.setdefault("moment", None)
+            for p in group["params"]:
+                if moment is not None and "exp_avg" in self.state.get(p, {}):
+                    self.state[p]["exp_avg"] = self.state[p]["exp_avg"].to(moment)
+
+    def _state_of(self, p: Tensor, moment: torch.dtype | None) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(p, dtype=moment)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
@@ -64,12 +85,8 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p)
-                m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
+                state = self._state_of(p, group["moment"])
+                m, v, g = state["exp_avg"].to(p.dtype), state["exp_avg_sq"], p.grad
                 g = g if scale is None else g * scale
                 state["step"] += 1
                 t = state["step"].item()
@@ -79,6 +96,7 @@ class AdamW(Optimizer):
                 v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
                 denominator = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
                 p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+                state["exp_avg"].copy_(m)  # itself, as a rule
         return loss
 
 
@@ -160,6 +178,7 @@ def make_optimizers(
     eps: float = 1e-8,
     momentum: float = 0.95,
     weight_decay: float = 0.1,
+    moment: torch.dtype | None = None,
     fast: bool = True,
 ) -> list[Optimizer]:
     """Make what moves a model's parameters; `fast=False` takes the classes above."""
@@ -176,8 +195,12 @@ def make_optimizers(
     groups = [group for group in groups if group["params"]]
     made: list[Optimizer] = []
     if groups:
+        choices: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
         kind_of_adamw = _fast_adamw(rest) if fast else AdamW
-        made.append(kind_of_adamw(groups, lr=lr, betas=betas, eps=eps))
+        if moment is not None:  # which torch's has no place for
+            choices["moment"] = moment
+            kind_of_adamw = AdamW if isinstance(kind_of_adamw, partial) else kind_of_adamw
+        made.append(kind_of_adamw(groups, **choices))
     if hidden and fast and all(p.ndim == 2 for p in hidden):
         made.append(
             torch.optim.Muon(

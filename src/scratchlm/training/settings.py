@@ -16,6 +16,7 @@ from scratchlm.config import ModelConfig
 
 SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
+MOMENTS = ("fp32", "bf16")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
@@ -38,6 +39,7 @@ class TrainConfig:
     momentum: float = 0.95  # Muon's
     weight_decay: float = 0.1
     clip: float = 1.0  # the most the gradients' global norm may be; 0: any
+    moment: str = "fp32"  # what AdamW keeps its first moment in; bf16 saves 2 bytes a parameter
     fast_optimizer: bool = True  # kernels, ours or torch's; false: written out
     # schedule
     schedule: str = "cosine"
@@ -155,6 +157,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "optimizer": OPTIMIZERS,
+    "moment": MOMENTS,
     "precision": PRECISIONS,
     "compile": COMPILE,
     "rows": ROWS,

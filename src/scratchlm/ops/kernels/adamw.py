@@ -4,8 +4,8 @@
     m ← β₁m + (1 − β₁)g        v ← β₂v + (1 − β₂)g²
     θ ← (1 − lr·λ)θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-θ, m and v are float32, g is float32 or bfloat16: 28 or 26 bytes a parameter. Where θ has a twin in
-bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a table
+θ and v are float32, g and m float32 or bfloat16: 28 bytes a parameter, or down to 22. Where θ has a
+twin in bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a table
 has a row for each, with the addresses of its θ, m, v and twin, how many numbers, and the first of
 its chunks; one list has the addresses of the gradients, another says of every chunk,
 a program each, whose it is. The factors are floats, for which nothing is compiled anew.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 COLUMNS = 6  # of the table
 Place = tuple[int, int, int, int, int]  # addresses of θ, m, v and the twin or 0; how many numbers
-GRADIENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Tiling(NamedTuple):
@@ -32,6 +32,15 @@ class Tiling(NamedTuple):
     rounds: int = 1
     warps: int = 4
     hint: str = "evict_first"  # nothing is read again soon; "": the cache's own ways
+
+
+class Kinds(NamedTuple):
+    """What the tensors of a launch have in common."""
+
+    gradient: torch.dtype = torch.float32
+    moment: torch.dtype = torch.float32
+    aligned: bool = True  # every address is a multiple of 16
+    twins: bool = False
 
 
 class Factors(NamedTuple):
@@ -68,7 +77,7 @@ def _block(  # type: ignore[no-untyped-def]
 ):
     w = tl.load(p + at, mask=inside, eviction_policy=HINT)
     slope = tl.load(g + at, mask=inside, eviction_policy=HINT).to(tl.float32) * scale
-    mean = tl.load(m + at, mask=inside, eviction_policy=HINT)
+    mean = tl.load(m + at, mask=inside, eviction_policy=HINT).to(tl.float32)
     square = tl.load(v + at, mask=inside, eviction_policy=HINT)
     mean = beta1 * mean + rest1 * slope
     square = beta2 * square + rest2 * (slope * slope)
@@ -77,7 +86,7 @@ def _block(  # type: ignore[no-untyped-def]
     tl.store(p + at, w, mask=inside, eviction_policy=HINT)
     if TWIN:
         tl.store(twin + at, w.to(tl.bfloat16), mask=inside)
-    tl.store(m + at, mean, mask=inside, eviction_policy=HINT)
+    tl.store(m + at, mean.to(m.dtype.element_ty), mask=inside, eviction_policy=HINT)
     tl.store(v + at, square, mask=inside, eviction_policy=HINT)
 
 
@@ -96,7 +105,9 @@ def _adamw(  # type: ignore[no-untyped-def]
     beta2,
     rest2,
     GRADIENT: tl.constexpr,
-    FOUR: tl.constexpr,
+    MOMENT: tl.constexpr,
+    FOUR_G: tl.constexpr,
+    FOUR_M: tl.constexpr,
     TWIN: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,13 +121,13 @@ def _adamw(  # type: ignore[no-untyped-def]
     row = places + owner * COLUMNS
     p = tl.load(row).to(tl.pointer_type(tl.float32))
     g = tl.load(gradients + owner).to(tl.pointer_type(GRADIENT))
-    m = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    m = tl.load(row + 1).to(tl.pointer_type(MOMENT))
     v = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     twin = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
-    if ALIGNED:  # so that a thread loads four numbers at once, of g too, whatever their size
+    if ALIGNED:  # so that a thread loads four numbers at once, whatever their size
         p = tl.multiple_of(p, 16)
-        g = tl.multiple_of(g, FOUR)
-        m = tl.multiple_of(m, 16)
+        g = tl.multiple_of(g, FOUR_G)
+        m = tl.multiple_of(m, FOUR_M)
         v = tl.multiple_of(v, 16)
         twin = tl.multiple_of(twin, 8)
     start = (program - tl.load(row + 5)) * CHUNK
@@ -175,15 +186,9 @@ def move(
     table: Table,
     factors: Factors,
     scale: Tensor | None = None,
-    *,
-    gradient: torch.dtype = torch.float32,
-    aligned: bool = True,
-    twins: bool = False,
+    kinds: Kinds = Kinds(),
 ) -> None:
-    """Move all tensors of a table once, and their twins if they have some.
-
-    `aligned`: every address is a multiple of 16.
-    """
+    """Move all tensors of a table once, and their twins if they have some."""
     decay, rate, root, eps, beta1, beta2 = factors
     block, rounds, warps, hint = table.tiling
     with torch.cuda.device_of(table.rows):
@@ -200,10 +205,12 @@ def move(
             1 - beta1,
             beta2,
             1 - beta2,
-            GRADIENT=GRADIENTS[gradient],
-            FOUR=4 * gradient.itemsize,
-            TWIN=twins,
-            ALIGNED=aligned,
+            GRADIENT=TYPES[kinds.gradient],
+            MOMENT=TYPES[kinds.moment],
+            FOUR_G=4 * kinds.gradient.itemsize,
+            FOUR_M=4 * kinds.moment.itemsize,
+            TWIN=kinds.twins,
+            ALIGNED=kinds.aligned,
             BLOCK=block,
             CHUNK=block * rounds,
             REST=min(block, 32 * warps),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 32
+BLOCK, WARPS = 8192, 16
 LANE = tl.constexpr(8)
 # Lower than any logit, yet finite: the difference of two such is 0, not NaN.
 _LOWEST = tl.constexpr(-1e30)

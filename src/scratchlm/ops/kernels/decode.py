@@ -2,7 +2,6 @@
 
 A step of decoding multiplies each matrix by one vector (or a few), so its time is the time to read
 the matrices, plus what is lost where one kernel ends and the next begins. Five kernels make a layer
-(four for one row and a short cache: `attend_project.py` joins the second to the third)
 
     q, k, v = W_qkv · norm(x)         norm_project
     a       = attention(q, k, v)      attend              (see `decode_attention.py`)
@@ -30,12 +29,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scratchlm.ops.kernels.early_start import packed, ready
-from scratchlm.ops.kernels.exact_sum import read_total
-
 NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 SILU, GELU, GELU_TANH, RELU = 0, 1, 2, 3
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU}
+
+
+@triton.jit
+def _ready(PDL: tl.constexpr):
+    """Let the next kernel's programs in, then wait until the kernel before has written all."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -51,17 +55,13 @@ def _weights(matrix, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: 
 @triton.jit
 def _vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = tl.arange(0, BLOCK_K)
-    return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last")
+    return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
-def _centre(
-    x, gain, shift, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
-):
+def _centre(x, gain, shift, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
     """Return (v, s) with norm(x) = v · s, s a number."""
     scale = 1.0
-    x = x.to(tl.float32)
-    gain, shift = packed(gain, PDL).to(tl.float32), packed(shift, PDL).to(tl.float32)
     if NORM == 1:
         scale = tl.rsqrt(tl.sum(x * x, 0) / K + EPS)
         x = x * gain
@@ -84,8 +84,8 @@ def _parameters(gain, shift, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.co
 
 
 @triton.jit
-def _product(weights, vector, PDL: tl.constexpr):
-    return tl.sum(packed(weights, PDL).to(tl.float32) * vector[None, :], 1)
+def _product(weights, vector):
+    return tl.sum(weights.to(tl.float32) * vector[None, :], 1)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def embed(
     """x = E[id] (+ P[length]); an id outside the table gives NaN, as in `Transformer._embed`."""
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    ready(PDL)
+    _ready(PDL)
     token = tl.load(ids + row).to(tl.int64)
     known = (token >= 0) & (token < VOCAB)
     y = tl.load(table + tl.where(known, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -143,7 +143,6 @@ def norm_project(
     y1,
     y2,
     lengths,
-    total,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -155,13 +154,9 @@ def norm_project(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
-    CLEARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more.
-
-    With `total`, set its K numbers to zero, CLEARED by each program.
-    """
+    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more."""
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
@@ -169,10 +164,7 @@ def norm_project(
     first, N, matrix = _choose(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     weights = _weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    ready(PDL)
-    if total is not None:
-        i = tl.program_id(0) * CLEARED + tl.arange(0, CLEARED)
-        tl.store(total + i, tl.zeros((CLEARED,), tl.int64), mask=i < K)
+    _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
             ahead = block + step
@@ -182,8 +174,8 @@ def norm_project(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM, PDL)
-            out = _product(weights, v, PDL) * scale
+                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
+            out = _product(weights, v) * scale
             if BIAS:
                 _, _, bias = _choose(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -229,7 +221,6 @@ def norm_gate(
     w3,
     b1,
     b3,
-    total,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -242,17 +233,14 @@ def norm_gate(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = act(W1 h + b1) ⊙ (W3 h + b3), h = norm(x); without w3, y = act(W1 h + b1).
-
-    With `total`, h = norm(x + total), for one row.
-    """
+    """y = act(W1 h + b1) ⊙ (W3 h + b3), h = norm(x); without w3, y = act(W1 h + b1)."""
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     up = _weights(w1, first, N, K, BLOCK_N, BLOCK_K)
     if w3 is not None:
         gate = _weights(w3, first, N, K, BLOCK_N, BLOCK_K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    ready(PDL)
+    _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
             next_up = _weights(w1, first + step, N, K, BLOCK_N, BLOCK_K)
@@ -261,17 +249,13 @@ def norm_gate(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                v = _vector(x + row * K, K, BLOCK_K)
-                if total is not None:
-                    k = tl.arange(0, BLOCK_K)
-                    v += read_total(total + k, k < K)
-                v, scale = _centre(v, g, b, K, EPS, NORM, PDL)
-            out = _product(up, v, PDL) * scale
+                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
+            out = _product(up, v) * scale
             if b1 is not None:
                 out += tl.load(b1 + n, mask=n < N, other=0.0).to(tl.float32)
             out = _activate(out, ACTIVATION)
             if w3 is not None:
-                factor = _product(gate, v, PDL) * scale
+                factor = _product(gate, v) * scale
                 if b3 is not None:
                     factor += tl.load(b3 + n, mask=n < N, other=0.0).to(tl.float32)
                 out *= factor
@@ -289,7 +273,6 @@ def project_add(
     vector,
     w,
     bias,
-    total,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -299,25 +282,20 @@ def project_add(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x + W v (+ b); with `total`, y = x + total + W v (+ b), for one row.
-
-    y may be x if no other kernel reads x meanwhile: a program reads and writes its own rows only.
-    """
+    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read."""
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     weights = _weights(w, first, N, K, BLOCK_N, BLOCK_K)
-    ready(PDL)
+    _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
             coming = _weights(w, first + step, N, K, BLOCK_N, BLOCK_K)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-            if total is not None:
-                before += read_total(total + n, n < N)
             if ROWS > 1 or tile == 0:
-                v = packed(_vector(vector + row * K, K, BLOCK_K), PDL).to(tl.float32)
-            out = before + _product(weights, v, PDL)
+                v = _vector(vector + row * K, K, BLOCK_K)
+            out = before + _product(weights, v)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
@@ -341,12 +319,12 @@ def add_norm(
     """x += delta in place; h = norm(x). One program per row, for batches that multiply by GEMM."""
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
-    y = _vector(x + row * K, K, BLOCK_K).to(tl.float32)
+    y = _vector(x + row * K, K, BLOCK_K)
     if delta is not None:
-        y += _vector(delta + row * K, K, BLOCK_K).to(tl.float32)
+        y += _vector(delta + row * K, K, BLOCK_K)
         tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    v, scale = _centre(y, g, b, K, EPS, NORM, False)
+    v, scale = _centre(y, g, b, K, EPS, NORM)
     tl.store(h + row * K + k, (v * scale).to(h.dtype.element_ty), mask=k < K)
 
 
@@ -380,7 +358,7 @@ def greatest(
     part, row = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     place = part * PART + i
-    ready(PDL)
+    _ready(PDL)
     inside = (i < PART) & (place < VOCAB)
     value = tl.load(logits + row.to(tl.int64) * VOCAB + place, mask=inside, other=float("-inf"))
     top, at = tl.max(value, 0, return_indices=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scratchlm.ops.kernels.early_start import let_next_in, packed, wait
+from scratchlm.ops.kernels.decode import _ready
 
 NO_ROPE, HALF, INTERLEAVED = 0, 1, 2
 # Lower than any score, yet finite: the difference of two such is 0, not NaN.
@@ -46,7 +46,7 @@ def _pairs(D: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def _channels(head, channel, inside):
-    return tl.load(head + channel, mask=inside, other=0.0)
+    return tl.load(head + channel, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -62,14 +62,12 @@ def _turned(
     EPS: tl.constexpr,
     QK_NORM: tl.constexpr,
     ROPE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Return one head's query or key, normed and turned to its place, in float32."""
-    x, partner = x.to(tl.float32), partner.to(tl.float32)
     if QK_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
-        x = x * scale * packed(gain, PDL).to(tl.float32)
-        partner = partner * scale * packed(partner_gain, PDL).to(tl.float32)
+        x = x * scale * gain
+        partner = partner * scale * partner_gain
     if ROPE != 0:
         x = x * c + tl.where(is_first, -partner, partner) * s
     return x
@@ -83,104 +81,15 @@ def _block(cache, begin, end, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def _take_in(q, k, v, begin, end, top, total, acc, BLOCK_T: tl.constexpr, PDL: tl.constexpr):
+def _take_in(q, k, v, begin, end, top, total, acc, BLOCK_T: tl.constexpr):
     """Add one block of keys and values to what was gathered so far."""
     seen = begin + tl.arange(0, BLOCK_T) < end
-    score = tl.where(seen, tl.sum(packed(k, PDL).to(tl.float32) * q[None, :], 1), _LOWEST)
+    score = tl.where(seen, tl.sum(k.to(tl.float32) * q[None, :], 1), _LOWEST)
     new_top = tl.maximum(top, tl.max(score, 0))
     weight = tl.where(seen, tl.exp(score - new_top), 0.0)
     fade = tl.exp(top - new_top)
-    acc = acc * fade + tl.sum(weight[:, None] * packed(v, PDL).to(tl.float32), 0)
+    acc = acc * fade + tl.sum(weight[:, None] * v.to(tl.float32), 0)
     return new_top, total * fade + tl.sum(weight, 0), acc
-
-
-@triton.jit
-def gather(
-    q,
-    k,
-    v,
-    q_gain,
-    k_gain,
-    cos,
-    sin,
-    keys,
-    values,
-    lengths,
-    head,
-    split,
-    row,
-    writes,
-    CAPACITY: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EPS: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Wait for q, k and v; return (m, l, acc) of one head over one share of the keys.
-
-    Where `writes` holds, the first query head of a key head writes the new cache entry.
-    """
-    kv_head = head // (HEADS // KV_HEADS)
-    d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    let_next_in(PDL)  # before the keys, whose loads wait for the length
-    length = tl.load(lengths + row).to(tl.int32)  # and so the new token's slot
-    oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(length - WINDOW + 1, 0)
-    share = tl.cdiv(length - oldest, SPLITS)
-    begin = oldest + split * share
-    end = tl.minimum(begin + share, length)
-    own = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
-    k_block = _block(keys + own, begin, end, D, BLOCK_T, BLOCK_D)
-    v_block = _block(values + own, begin, end, D, BLOCK_T, BLOCK_D)
-    partner, pair, is_first = _pairs(D, BLOCK_D, ROPE)
-    c, s, qg, kg, qg_, kg_ = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    if ROPE != 0:
-        c = _channels(cos, length * (D // 2) + pair, inside)
-        s = _channels(sin, length * (D // 2) + pair, inside)
-    if QK_NORM:
-        qg, qg_ = _channels(q_gain, d, inside), _channels(q_gain, partner, inside)
-        kg, kg_ = _channels(k_gain, d, inside), _channels(k_gain, partner, inside)
-    wait(PDL)
-
-    # All loads before the first sum. A partner is read from memory, not shuffled: one code for
-    # both layouts of the rotation.
-    q_head = q + (row * HEADS + head) * D
-    new = (row * KV_HEADS + kv_head) * D
-    query, query_ = _channels(q_head, d, inside), _channels(q_head, partner, inside)
-    new_key, new_key_ = _channels(k + new, d, inside), _channels(k + new, partner, inside)
-    new_value = tl.load(v + new + d, mask=inside, other=0.0).to(values.dtype.element_ty)
-    query = _turned(query, query_, qg, qg_, c, s, is_first, D, EPS, QK_NORM, ROPE, PDL)
-    new_key = _turned(new_key, new_key_, kg, kg_, c, s, is_first, D, EPS, QK_NORM, ROPE, PDL)
-    new_key = new_key.to(keys.dtype.element_ty)  # as the cache will give it back
-    mine = inside & writes & (head % (HEADS // KV_HEADS) == 0)
-    tl.store(keys + own + length * D + d, new_key, mask=mine)
-    tl.store(values + own + length * D + d, new_value, mask=mine)
-
-    query *= SCALE
-    top, total = tl.sum(query * new_key.to(tl.float32), 0), 1.0
-    acc = new_value.to(tl.float32)
-    if SPLITS > 1:  # the new token belongs to the first share
-        top = tl.where(split == 0, top, _LOWEST)
-        total = tl.where(split == 0, total, 0.0)
-        acc = tl.where(split == 0, acc, 0.0)
-    top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T, PDL)
-    for start in range(begin + BLOCK_T, end, BLOCK_T):
-        k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
-        v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)
-        top, total, acc = _take_in(
-            query, k_block, v_block, start, end, top, total, acc, BLOCK_T, PDL
-        )
-    return top, total, acc
 
 
 @triton.jit
@@ -219,37 +128,54 @@ def attend(
     row, head and split in float32; `tickets` are zero before and after.
     """
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    top, total, acc = gather(
-        q,
-        k,
-        v,
-        q_gain,
-        k_gain,
-        cos,
-        sin,
-        keys,
-        values,
-        lengths,
-        head,
-        split,
-        row,
-        split == 0,
-        CAPACITY,
-        HEADS,
-        KV_HEADS,
-        D,
-        BLOCK_D,
-        BLOCK_T,
-        SPLITS,
-        EPS,
-        QK_NORM,
-        ROPE,
-        WINDOW,
-        SCALE,
-        PDL,
-    )
+    kv_head = head // (HEADS // KV_HEADS)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    length = tl.load(lengths + row).to(tl.int32)  # and so the new token's slot
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(length - WINDOW + 1, 0)
+    share = tl.cdiv(length - oldest, SPLITS)
+    begin = oldest + split * share
+    end = tl.minimum(begin + share, length)
+    own = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
+    k_block = _block(keys + own, begin, end, D, BLOCK_T, BLOCK_D)
+    v_block = _block(values + own, begin, end, D, BLOCK_T, BLOCK_D)
+    partner, pair, is_first = _pairs(D, BLOCK_D, ROPE)
+    c, s, qg, kg, qg_, kg_ = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    if ROPE != 0:
+        c = _channels(cos, length * (D // 2) + pair, inside)
+        s = _channels(sin, length * (D // 2) + pair, inside)
+    if QK_NORM:
+        qg, qg_ = _channels(q_gain, d, inside), _channels(q_gain, partner, inside)
+        kg, kg_ = _channels(k_gain, d, inside), _channels(k_gain, partner, inside)
+    _ready(PDL)
+
+    # All loads before the first sum. A partner is read from memory, not shuffled: one code for
+    # both layouts of the rotation.
+    q_head = q + (row * HEADS + head) * D
+    new = (row * KV_HEADS + kv_head) * D
+    query, query_ = _channels(q_head, d, inside), _channels(q_head, partner, inside)
+    new_key, new_key_ = _channels(k + new, d, inside), _channels(k + new, partner, inside)
+    new_value = tl.load(v + new + d, mask=inside, other=0.0).to(values.dtype.element_ty)
+    query = _turned(query, query_, qg, qg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
+    new_key = _turned(new_key, new_key_, kg, kg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
+    new_key = new_key.to(keys.dtype.element_ty)  # as the cache will give it back
+    holds_new = split == 0
+    writes = inside & holds_new & (head % (HEADS // KV_HEADS) == 0)
+    tl.store(keys + own + length * D + d, new_key, mask=writes)
+    tl.store(values + own + length * D + d, new_value, mask=writes)
+
+    query *= SCALE
+    top = tl.where(holds_new, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
+    total = tl.where(holds_new, 1.0, 0.0)
+    acc = tl.where(holds_new, new_value.to(tl.float32), 0.0)
+    top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T)
+    for start in range(begin + BLOCK_T, end, BLOCK_T):
+        k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
+        v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)
+        top, total, acc = _take_in(query, k_block, v_block, start, end, top, total, acc, BLOCK_T)
+
     result = out + (row * HEADS + head) * D + d
     if SPLITS == 1:
         tl.store(result, (acc / total).to(out.dtype.element_ty), mask=inside)

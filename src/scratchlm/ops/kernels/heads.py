@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scratchlm.ops.kernels.rotary import load_pairs, store_pairs, table_step
 
-ELEMENTS = 2048  # of one head, in a program at a time
+ELEMENTS = 1024  # of one head, in a program at a time
 WARPS = 4
 
 

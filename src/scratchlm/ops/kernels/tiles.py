@@ -13,10 +13,6 @@ from typing import NamedTuple
 
 BYTES_PER_LOAD = 16
 PROGRAMS_WANTED = 264
-MULTIPROCESSORS = 132
-HELD_BYTES = 81_920  # before the wait: 80 registers of each of 8 warps' threads, 128 in all
-SHORT_BYTES = 131_072  # of a head's keys and values, which joined attention reads many times
-MOST_HEADS = 64  # for which `exact_sum.py` has room
 
 
 class Tile(NamedTuple):
@@ -33,14 +29,6 @@ class Spread(NamedTuple):
     keys: int
     warps: int
     splits: int
-
-
-class Joined(NamedTuple):
-    """Attention joined to the output projection: `rows` of W_O, `keys` at a time."""
-
-    rows: int
-    keys: int
-    warps: int
 
 
 # (kernel, rows of all its matrices, width, bytes per element) -> Tile; on an H200
@@ -66,8 +54,6 @@ MEASURED: dict[tuple[str, int, int, int], Tile] = {
 }
 # (d_head, keys the rule would take) -> Spread, for one row and a cache of up to three blocks
 MEASURED_SPREADS: dict[tuple[int, int], Spread] = {(128, 128): Spread(64, 2, 4)}
-# (heads, d_head, d_model, power of two above the capacity) -> Joined; None: two kernels are faster
-MEASURED_JOINED: dict[tuple[int, int, int, int], Joined | None] = {}
 
 
 def power_of_two(number: int) -> int:
@@ -107,38 +93,3 @@ def choose_spread(capacity: int, heads: int, rows: int, d_head: int) -> Spread:
     keys = max(16, min(4096 // width, longest))
     wanted = power_of_two(max(1, 4 * PROGRAMS_WANTED // (heads * rows)))
     return Spread(keys, 4, min(-(-capacity // keys), wanted, 64))
-
-
-def choose_attention(
-    capacity: int, heads: int, rows: int, d_head: int, d_model: int, element_size: int
-) -> Spread | Joined:
-    """Return how attention is done: joined to the output projection, or as a kernel of its own.
-
-    Joined, every block of W_O's rows costs the keys and values of all heads once more, from the L2:
-    little while the cache is short.
-    """
-    joined: Joined | None = None
-    known = (heads, d_head, d_model, power_of_two(capacity))
-    if rows == 1 and heads <= MOST_HEADS:
-        if known in MEASURED_JOINED:
-            joined = MEASURED_JOINED[known]
-        elif 2 * capacity * d_head * element_size <= SHORT_BYTES:
-            joined = _choose_joined(capacity, heads, d_head, d_model, element_size)
-    return joined or choose_spread(capacity, heads, rows, d_head)
-
-
-def _choose_joined(
-    capacity: int, heads: int, d_head: int, d_model: int, element_size: int
-) -> Joined:
-    """Return about one program per multiprocessor, with as many keys as its registers hold.
-
-    All programs must be there at once for the next kernel to begin early: two of 8 warps with 128
-    registers a thread fit a multiprocessor.
-    """
-    row_bytes = power_of_two(d_head) * element_size
-    block = max(16, min(256, 32_768 // row_bytes, power_of_two(d_model)))
-    while block > 16 and heads * -(-d_model // block) < 0.9 * MULTIPROCESSORS:
-        block //= 2
-    room = max(HELD_BYTES // row_bytes - block, 32) // 2
-    keys = max(16, min(power_of_two(room + 1) // 2, power_of_two(capacity)))
-    return Joined(block, keys, 8 if (2 * keys + block) * row_bytes > HELD_BYTES // 4 else 4)
