@@ -172,7 +172,7 @@ def _predicted_peak(plan: Plan) -> str:
     batch = settings.micro_batch_size or settings.batch_size
     precision = settings.precision or "fp32"
     known = settings.checkpointing in CHECKPOINTING and settings.checkpointed_layers is None
-    if not known or precision not in PRECISIONS:
+    if not known or precision not in PRECISIONS or settings.moment != "fp32":
         return "not modelled"
     setup = Setup(
         phase="training",

@@ -5,10 +5,10 @@
     θ ← (1 − lr·λ)θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
 θ and v are float32, g and m float32 or bfloat16: 28 bytes a parameter, or down to 22. Where θ has a
-twin in bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a table
-has a row for each, with the addresses of its θ, m, v and twin, how many numbers, and the first of
-its chunks; one list has the addresses of the gradients, another says of every chunk,
-a program each, whose it is. The factors are floats, for which nothing is compiled anew.
+twin in bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a
+table has a row for each, with the addresses of its θ, m, v and twin, how many numbers, and the
+first of its chunks; one list has the addresses of the gradients, another says of every chunk, a
+program each, whose it is. The factors are floats, for which nothing is compiled anew.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Kinds(NamedTuple):
     moment: torch.dtype = torch.float32
     aligned: bool = True  # every address is a multiple of 16
     twins: bool = False
+
+
+PLAIN = Kinds()
 
 
 class Factors(NamedTuple):
@@ -186,7 +189,7 @@ def move(
     table: Table,
     factors: Factors,
     scale: Tensor | None = None,
-    kinds: Kinds = Kinds(),
+    kinds: Kinds = PLAIN,
 ) -> None:
     """Move all tensors of a table once, and their twins if they have some."""
     decay, rate, root, eps, beta1, beta2 = factors
