@@ -208,8 +208,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """The head and the loss, slice by slice; a compiler that sees both joins them its own way."""
-    if torch.compiler.is_compiling():
+    """The head and the loss, slice by slice; on a GPU a compiler joins them its own way."""
+    if torch.compiler.is_compiling() and not loss.compiles_closed(hidden, weight):
         logits = F.linear(hidden, weight)
         return cross_entropy(
             logits, targets, ignore_index=ignore_index, z_loss=z_loss, reduction=reduction
