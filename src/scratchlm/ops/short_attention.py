@@ -3,8 +3,8 @@
     P = softmax(Q Kᵀ / √d_head + future),   O = P V           future: −∞ above the diagonal
 
 torch's own kernel takes one head after the other. Where sequences are short these are products too
-small for two cores to gain by, and half of its time goes elsewhere. All heads at once, with P kept
-for the backward pass, take less; at twice the length hiding the future no longer pays.
+small for two cores to gain by: all heads at once, with P kept for the backward pass, take less
+time. Longer sequences it serves better: it never multiplies most of the future.
 """
 
 from __future__ import annotations
