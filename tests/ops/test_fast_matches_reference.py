@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from scratchlm.ops import OPS, CausalMask, Ops, fast, reference
+from scratchlm.ops.short_attention import SHORT
 
 
 def draw(*shape):
@@ -67,6 +68,7 @@ CASES = {
     "attention": {
         "no mask": lambda: (qkv(), (None,), {}),
         "causal": lambda: (qkv(), (CausalMask(),), {}),
+        "causal, long": lambda: (qkv(1, 2, 2, 2 * SHORT, 2 * SHORT), (CausalMask(),), {}),
         "causal, one token": lambda: (qkv(queries=1, keys=1), (CausalMask(),), {}),
         "decode": lambda: (qkv(queries=1, keys=9), (CausalMask(start=8),), {}),
         "chunk after a cache": lambda: (qkv(queries=3, keys=9), (CausalMask(start=6),), {}),
@@ -77,6 +79,7 @@ CASES = {
         ),
         "grouped heads": lambda: (qkv(kv_heads=2), (CausalMask(),), {}),
         "one key head": lambda: (qkv(kv_heads=1, queries=3, keys=6), (CausalMask(start=3),), {}),
+        "causal, as long as is short": lambda: (qkv(1, 2, 2, SHORT, SHORT), (CausalMask(),), {}),
         "d_v differs": lambda: (qkv(d_v=3), (CausalMask(),), {}),
         "window": lambda: (qkv(queries=9, keys=9), (CausalMask(window=3),), {}),
         "documents": lambda: (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ops.test_fast_matches_reference import CASES
-from scratchlm.ops import OPS, CausalMask, fast, reference
+from scratchlm.ops import OPS, CausalMask, fast, reference, short_attention
 
 PLAIN = CASES.keys() - {"linears"}  # those that take tensors, one after the other
 WIDE, HIGH = 256, fast.BLOCKS_FROM // 256
@@ -100,6 +100,42 @@ def test_rope_takes_any_layout_in_memory(layout, first, width):
     ours, truth = (op(x, angle.cos(), angle.sin(), layout) for op in (fast.rope, reference.rope))
     torch.testing.assert_close(ours, truth)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, pull)[0] for y in (ours, truth)))
+
+
+def which_attention(monkeypatch, seq, kv_heads=4, dtype=torch.float32):
+    """Attend causally; say whether it went by two products."""
+    calls = []
+    whole = short_attention.attend
+    monkeypatch.setattr(short_attention, "attend", lambda *qkv: (calls.append(qkv), whole(*qkv))[1])
+    q = torch.randn(2, 4, seq, 8, dtype=dtype, requires_grad=True)
+    k, v = torch.randn(2, 2, kv_heads, seq, 8, dtype=dtype).unbind()
+    fast.attention(q, k, v, CausalMask())
+    return len(calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_short_sequences_that_train_are_attended_in_two_products(dtype, monkeypatch):
+    assert which_attention(monkeypatch, short_attention.SHORT, dtype=dtype)
+
+
+def test_other_sequences_take_torch_s_own_attention(monkeypatch):
+    assert not which_attention(monkeypatch, short_attention.SHORT + 1)
+    assert not which_attention(monkeypatch, 5, kv_heads=2)
+    assert not which_attention(monkeypatch, 5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert not which_attention(monkeypatch, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not which_attention(monkeypatch, 5)
+
+
+def test_the_future_of_a_short_sequence_gets_no_gradient_and_gives_no_value():
+    q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64).unbind()
+    k.requires_grad_()
+    v.requires_grad_()
+    past = fast.attention(q, k, v, CausalMask())[:, :, :4]
+    for slope in torch.autograd.grad(past.sum(), (k, v)):
+        assert (slope[:, :, 4:] == 0).all()
+        assert (slope[:, :, :3] != 0).any()
 
 
 def test_a_mask_writes_its_table_once_for_all_layers():

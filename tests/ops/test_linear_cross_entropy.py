@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scratchlm.ops import OPS, fast, loss, reference
+from scratchlm.ops import OPS, fast, loss, opaque, reference
 from scratchlm.ops.kernels import cross_entropy
 
 
@@ -106,13 +106,63 @@ def test_under_autocast_products_are_low_and_the_gradient_of_the_head_is_not():
         assert 0 < error < 1e-2  # bfloat16's, and not none: it did run low
 
 
-def test_a_compiler_gets_plain_operations(monkeypatch):
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "both"])
+def test_compiled_training_on_a_cpu_takes_the_slices_too(wanted, z_loss, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        opaque, "sliced_loss", lambda *given: (calls.append(given), loss.sliced_loss(*given))[1]
+    )
+    monkeypatch.setattr(loss, "_slice_size", lambda rows, vocab, device: 7)
+    hidden, weight, targets = some()
+    hidden.requires_grad_(wanted != "weight")
+    weight.requires_grad_(wanted != "hidden")
+    asked = [leaf for leaf in (hidden, weight) if leaf.requires_grad]
+    compiled = torch.compile(fast.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    ours = compiled(hidden, weight, targets, z_loss=z_loss)
+    truth = reference.linear_cross_entropy(hidden, weight, targets, z_loss=z_loss)
+    assert len(calls) == 1
+    torch.testing.assert_close(ours, truth)
+    for got, expected in zip(
+        torch.autograd.grad(3 * ours, asked), torch.autograd.grad(3 * truth, asked), strict=True
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_the_closed_loss_is_what_it_tells_the_compiler():
+    hidden, weight, targets = some(dtype=torch.float32)
+    given = (hidden, weight, targets.clamp(min=-1), 0.1, True, True)
+    torch.library.opcheck(opaque.loss_and_gradients, given)
+
+
+def test_a_compiler_gets_plain_operations_where_nothing_trains(monkeypatch):
     monkeypatch.setattr(loss, "linear_cross_entropy", None)  # whoever calls it fails
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    given = some()
-    torch.testing.assert_close(
-        OPS["fast"].linear_cross_entropy(*given), reference.linear_cross_entropy(*given)
-    )
+    hidden, weight, targets = some()
+    with torch.no_grad():
+        ours = OPS["fast"].linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(ours, reference.linear_cross_entropy(hidden, weight, targets))
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["eager", "closed"])
+def test_a_gradient_of_the_gradient_is_refused_not_wrong(closed):
+    hidden, weight, targets = some()
+    if closed:
+        value = opaque.loss_and_gradients(hidden, weight, targets.clamp(min=-1), 0.0, True, True)[0]
+    else:
+        value = fast.linear_cross_entropy(hidden, weight, targets)
+    factor = torch.ones((), dtype=value.dtype, requires_grad=True)
+    (slope,) = torch.autograd.grad(factor * value, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def test_a_target_of_no_weight_at_all_still_has_its_loss():
+    """Its probability is 0 in float32, the logarithm of which says nothing."""
+    hidden = torch.tensor([[300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    value = fast.linear_cross_entropy(hidden, weight, torch.tensor([1]))
+    assert value.item() == 300.0
 
 
 # The kernel, in Triton's interpreter or on a GPU

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from scratchlm.ops import loss
+from scratchlm.ops import loss, short_attention
 from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
 from scratchlm.ops.ranges import can_look, counted_targets
@@ -232,8 +232,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """The head and the loss, slice by slice; a compiler that sees both joins them its own way."""
-    if torch.compiler.is_compiling():
+    """The head and the loss, slice by slice; on a GPU a compiler joins them its own way."""
+    if torch.compiler.is_compiling() and not loss.compiles_closed(hidden, weight):
         logits = F.linear(hidden, weight)
         return cross_entropy(
             logits, targets, ignore_index=ignore_index, z_loss=z_loss, reduction=reduction
@@ -332,6 +332,8 @@ _KERNELS = [
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    if not grouped and short_attention.is_short(q, k, v):
+        return short_attention.attend(q, k, v)
     # cuDNN plans anew for every length: that pays in training, where lengths do not change.
     if not (q.is_cuda and torch.is_grad_enabled()):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.ranges import can_look, counted_targets
@@ -42,10 +43,30 @@ def linear_cross_entropy(
     device = hidden.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
-    total: Tensor = _SlicedLoss.apply(rows, weight, index.masked_fill(~counts, -1), z_loss)
+    labels = index.masked_fill(~counts, -1)
+    total: Tensor
+    if torch.compiler.is_compiling():
+        from scratchlm.ops.opaque import loss_and_gradients
+
+        wants = rows.requires_grad, weight.requires_grad
+        total = loss_and_gradients(rows, weight, labels, z_loss, *wants)[0]
+    else:
+        total = _SlicedLoss.apply(rows, weight, labels, z_loss)
     if wrong is not None:
         total = total.masked_fill(wrong.any(), torch.nan)
     return total if reduction == "sum" else total / counts.sum().clamp(min=1)
+
+
+def compiles_closed(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether compiled code, too, calls the sliced loss: it trains on a CPU, in one precision."""
+    return (
+        hidden.is_cpu
+        and torch.is_grad_enabled()
+        and (hidden.requires_grad or weight.requires_grad)
+        and hidden.dtype == weight.dtype
+        and hidden.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 class _SlicedLoss(torch.autograd.Function):
@@ -53,26 +74,39 @@ class _SlicedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        wants_rows, wants_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(rows.device.type, enabled=False):
-            ctx.gradients = _Gradients(rows, weight, wants_rows, wants_weight)
-            head = _padded(weight, rows.dtype)
-            wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
-            total = torch.zeros((), dtype=wide, device=rows.device)
-            size = _slice_size(len(rows), len(head), rows.device.type)
-            buffer = rows.new_empty(size, len(head))
-            for start in range(0, len(rows), size):
-                part, target = rows[start : start + size], targets[start : start + size]
-                logits = torch.mm(part, head.t(), out=buffer[: len(part)])
-                wants = wants_rows or wants_weight
-                losses, slope = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
-                total += losses.sum()
-                ctx.gradients.add(start, slope, part, head)
+        total, ctx.gradients = sliced_loss(rows, weight, targets, z_loss, *ctx.needs_input_grad[:2])
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         return (*ctx.gradients.scaled(above), None, None)
+
+
+def sliced_loss(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    wants_rows: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, _Gradients]:
+    """Return the sum of the rows' losses, and its gradients; targets of −1 do not count."""
+    with torch.autocast(rows.device.type, enabled=False):
+        gradients = _Gradients(rows, weight, wants_rows, wants_weight)
+        head = _padded(weight, rows.dtype)
+        wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
+        total = torch.zeros((), dtype=wide, device=rows.device)
+        size = _slice_size(len(rows), len(head), rows.device.type)
+        buffer = rows.new_empty(size, len(head))
+        for start in range(0, len(rows), size):
+            part, target = rows[start : start + size], targets[start : start + size]
+            logits = torch.mm(part, head.t(), out=buffer[: len(part)])
+            wants = wants_rows or wants_weight
+            losses, slope = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
+            total += losses.sum()
+            gradients.add(start, slope, part, head)
+    return total, gradients
 
 
 class _Gradients:
@@ -153,18 +187,33 @@ def _loss_and_gradient(
     counts = targets >= 0
     column = targets.clamp(min=0)[:, None]
     chosen = wide.gather(1, column)[:, 0]
-    logs = wide.log_softmax(dim=-1)
-    losses = -logs.gather(1, column)[:, 0]
-    lse = chosen + losses
+    if gradient and wide.is_cpu:
+        lse, slope = _softmax_in_place(wide)
+        losses = lse - chosen
+    else:
+        logs = wide.log_softmax(dim=-1)
+        losses = -logs.gather(1, column)[:, 0]
+        lse = chosen + losses
     if z_loss:
         losses = losses + z_loss * lse.pow(2)
     losses = losses.masked_fill(~counts, 0.0)
     if not gradient:
         return losses, logits
-    slope = logs.exp_()
+    if not wide.is_cpu:
+        slope = logs.exp_()
     if z_loss:
         slope *= (1 + 2 * z_loss * lse)[:, None]
     slope.scatter_add_(1, column, slope.new_full(column.shape, -1.0))
     if not (can_look(counts) and bool(counts.all())):
         slope.masked_fill_(~counts[:, None], 0.0)
     return losses, slope.to(logits.dtype)
+
+
+def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log Σ exp of every row, and the softmax where the logits lay: one exponential each.
+
+    The largest weight of a row is exp(top − lse), and never tiny: lse is read off it.
+    """
+    top = logits.amax(dim=-1)
+    weights = torch.softmax(logits, dim=-1, out=logits)
+    return top - weights.amax(dim=-1).log_(), weights
