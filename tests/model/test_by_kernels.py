@@ -1,4 +1,7 @@
-"""A whole model by the kernels that train, in Triton's interpreter, beside itself without them."""
+"""A whole model by the kernels that train, beside itself without them.
+
+Without a GPU the kernels run in Triton's interpreter, and a CPU is taken for a GPU.
+"""
 
 import pytest
 import torch
@@ -17,13 +20,16 @@ OPERATIONS = {
     gate._gate_backward: gate.gate_backward,
     rotary.turn: rotary.turn_pairs,
 }
-for operation, function in OPERATIONS.items():
-    operation.register_kernel("cpu")(function)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    for operation, function in OPERATIONS.items():
+        operation.register_kernel("cpu")(function)
 
 
 @pytest.fixture
-def expected(request):
+def expected(request, monkeypatch):
     """The gradients without kernels, for the arguments a test is parametrised with."""
+    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: False)
     family, given = request.param if isinstance(request.param, tuple) else (request.param, {})
     return family, given, gradients(family, **given)
 
@@ -48,12 +54,12 @@ def listen(monkeypatch):
 
 
 def gradients(family, policy="none", compiled=False, **given):
-    model = build(FAMILIES[family], dtype=torch.float32)
+    model = build(FAMILIES[family], dtype=torch.float32).to(DEVICE)
     apply_checkpointing(model, policy)
     if compiled:
         for layer in model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
-    tokens = ids(2, 9)
+    tokens = ids(2, 9).to(DEVICE)
     loss = model.loss(tokens, tokens, **given)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -74,7 +80,8 @@ USES = {  # what trains on a GPU without one of the three kernels
     "post-norm": {"cut_and_turn", "gate"},
     "no norm": {"cut_and_turn", "gate"},
 }
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1]])
+ROWS = [[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1]]
+DOCUMENTS = torch.tensor(ROWS, device=DEVICE)
 CASES = [*FAMILIES, ("plain", {"document_ids": DOCUMENTS})]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ class _Alike:
     states: list[dict[str, Tensor]] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+
+
+class _Launch(NamedTuple):
+    """One launch of a step."""
+
+    group: dict[str, Any]
+    t: int  # the step's number, for these tensors
+    kinds: Kinds
+    alike: _Alike
+    table: Table
 
 
 class KernelAdamW(AdamW):
@@ -66,22 +76,37 @@ class KernelAdamW(AdamW):
         }
         return table
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
-        """Move every parameter that has a gradient once; `scale` multiplies the gradients."""
-        loss = run_closure(closure)
-        launches = 0
+    def prepare(self) -> list[_Launch]:
+        """Do the host's part of a step: sort the tensors, tell the device where they lie.
+
+        The gradients need not be computed yet, if only it is known where they will be.
+        """
+        launches: list[_Launch] = []
         for group in self.param_groups:
             for (t, kinds), alike in self._sorted(group).items():
-                move(self._table(launches, alike), _factors(group, t), scale, kinds)
-                launches += 1
-                # A count is replaced, never written to: what moves together shares it.
-                count = torch.tensor(float(t))
-                for state in alike.states:
-                    state["step"] = count
-                torch.autograd.graph.increment_version(alike.params)
-                if self.twins is not None:
-                    self.twins.are_equal(alike.params)
+                table = self._table(len(launches), alike)
+                launches.append(_Launch(group, t, kinds, alike, table))
+        return launches
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: Tensor | None = None,
+        prepared: list[_Launch] | None = None,
+    ) -> Any:
+        """Move every parameter that has a gradient once; `scale` multiplies the gradients."""
+        loss = run_closure(closure)
+        for group, t, kinds, alike, table in self.prepare() if prepared is None else prepared:
+            move(table, _factors(group, t), scale, kinds)
+            # A count is replaced, never written to: what moves together shares it.
+            count = torch.tensor(float(t))
+            for state in alike.states:
+                state["step"] = count
+            torch.autograd.graph.increment_version(alike.params)
+            if self.twins is not None:
+                self.twins.are_equal(alike.params)
         return loss
 
     def _sorted(self, group: dict[str, Any]) -> dict[tuple[int, Kinds], _Alike]:

@@ -78,8 +78,18 @@ class AdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p)
         return state
 
+    def prepare(self) -> Any:
+        """Return what a step can do before the gradients are computed: here, nothing."""
+        return None
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: Tensor | None = None,
+        prepared: Any = None,
+    ) -> Any:
         """Move every parameter that has a gradient once; `scale` multiplies the gradients."""
         loss = run_closure(closure)
         for group in self.param_groups:

@@ -36,6 +36,7 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
     """Make update number `step`; a loss or gradient that is not finite stops before it."""
     loss = backward(learner, batch)
     norm, factor = clip_gradients(learner)
+    prepared = [o.prepare() if isinstance(o, AdamW) else None for o in learner.optimizers]
     values = torch.stack((loss, norm.to(loss))).tolist()  # the step's one wait for the device
     result = StepResult(*values)
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
@@ -45,9 +46,9 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
                 "(a smaller train.lr or a longer train.warmup_steps often helps)"
             )
     learner.set_lr(lr)
-    for optimizer in learner.optimizers:
+    for optimizer, work in zip(learner.optimizers, prepared, strict=True):
         if isinstance(optimizer, AdamW):
-            optimizer.step(scale=factor)
+            optimizer.step(scale=factor, prepared=work)
         else:
             optimizer.step()
     learner.update_average(step)

@@ -28,9 +28,9 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 class Tiling(NamedTuple):
     """How much a program takes at a time, how many times, and with how many warps."""
 
-    block: int = 1024
+    block: int = 2048
     rounds: int = 1
-    warps: int = 4
+    warps: int = 8
     hint: str = "evict_first"  # nothing is read again soon; "": the cache's own ways
 
 
