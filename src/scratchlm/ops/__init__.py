@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from scratchlm.ops import fast, fp8, reference
+from scratchlm.ops import experts, fast, fp8, reference
 from scratchlm.ops.masks import CausalMask
 from scratchlm.ops.routing import Routed, load_balancing_loss
 
@@ -97,7 +97,7 @@ OPS: dict[str, Ops] = {
         attention=fast.attention,
         swiglu=fast.swiglu,
         mlp=fast.mlp,
-        moe=fast.moe,
+        moe=experts.moe,
         softmax=reference.softmax,
         cross_entropy=fast.cross_entropy,
         linear_cross_entropy=fast.linear_cross_entropy,
