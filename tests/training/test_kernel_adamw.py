@@ -24,7 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = kernel.Tiling(block=64, rounds=2, warps=1)  # chunks of 128
 CHUNK = 128
 SIZES = [(1,), (), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (3, CHUNK), (7, 61), (63,), (65,), (2, 0)]
-CLOSE = {"rtol": 2e-6, "atol": 2e-7}
+# A GPU rounds a product and a sum at once, which moves the last bits of what nearly cancels.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6} if DEVICE == "cuda" else {"rtol": 2e-6, "atol": 2e-7}
 
 
 @pytest.fixture(autouse=True)

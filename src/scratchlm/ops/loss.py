@@ -40,17 +40,17 @@ def linear_cross_entropy(
     index, counts, wrong = counted_targets(shape, vocab, targets, ignore_index)
     rows = hidden.reshape(-1, hidden.shape[-1])
     index, counts = index.reshape(-1), counts.reshape(-1)
-    device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        rows = rows.to(torch.get_autocast_dtype(device))
     labels = index.masked_fill(~counts, -1)
     total: Tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # without autocast: see `compiles_closed`
         from scratchlm.ops.opaque import loss_and_gradients
 
         wants = rows.requires_grad, weight.requires_grad
         total = loss_and_gradients(rows, weight, labels, z_loss, *wants)[0]
     else:
+        device = hidden.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            rows = rows.to(torch.get_autocast_dtype(device))
         total = _SlicedLoss.apply(rows, weight, labels, z_loss)
     if wrong is not None:
         total = total.masked_fill(wrong.any(), torch.nan)
