@@ -46,6 +46,11 @@ PATHS: dict[str, tuple[str, int, dict[str, str]]] = {
         0,
         {"precision": "bf16-residual", "compile": "block", "checkpointing": "selective"},
     ),
+    "fast, bf16-residual, moment in bf16": (
+        "fast",
+        0,
+        {"precision": "bf16-residual", "compile": "block", "moment": "bf16"},
+    ),
     "fast, fp8, compiled": ("fast", 0, {"precision": "fp8", "compile": "block"}),
 }
 BASE = TrainConfig(batch_size=32, lr=1e-3, warmup_steps=20, eval_every=0)

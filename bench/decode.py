@@ -35,7 +35,8 @@ from scratchlm.accounting.parameters import count_parameters
 from scratchlm.config import PRESETS
 from scratchlm.inference.decoder import GraphDecoder
 
-PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 32, 30
+PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 16, 30
+COMPILED_LAYERS = 28  # the most that transformers is compiled with: more takes minutes
 SHAPES = {
     "gpt2-xl": (PRESETS["gpt2-xl"].replace(context_length=1024), 0.75),
     "medium": (ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 0.55),
@@ -276,15 +277,17 @@ def their_rates(config: ModelConfig) -> dict[str, float | None]:
         print(f"  transformers: none ({type(error).__name__}: {error})")
         return {}
     static = {"cache_implementation": "static"}
-    return {
+    found = {
         "transformers, default cache": attempt("transformers", lambda: their_rate(peer, 1)),
         "transformers, static cache": attempt(
             "transformers, static", lambda: their_rate(peer, 1, disable_compile=True, **static)
         ),
-        "transformers, static cache, compiled": attempt(
-            "transformers, static, compiled", lambda: their_rate(peer, 1, **static)
-        ),
     }
+    if config.num_layers <= COMPILED_LAYERS:
+        found["transformers, static cache, compiled"] = attempt(
+            "transformers, static, compiled", lambda: their_rate(peer, 1, **static)
+        )
+    return found
 
 
 def batches(rate: float, peers: bool) -> str:

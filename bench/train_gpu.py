@@ -49,6 +49,7 @@ class Shape:
     checkpointing: str = "none"
     checkpointed_layers: int | None = None
     target: str = ""
+    fp8_target: str = ""  # with it, fp8 products are measured too
 
 
 _QWEN3 = replace(PRESETS["qwen3-0.6b"], context_length=2048)
@@ -56,7 +57,7 @@ SHAPES = {
     "medium": Shape(
         ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 16, 1024, "llama compiled", target="0.65"
     ),
-    "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, "llama eager", target="0.62"),
+    "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, "llama eager", target="0.62", fp8_target="0.80"),
     "qwen3-0.6b": Shape(
         _QWEN3, 8, 2048, "qwen3 compiled", "selective", 21, target="0.65 in 18 GiB"
     ),
@@ -227,12 +228,13 @@ def kind_of(kernel: str) -> str:
     return "triton" if "triton" in name else "other"
 
 
-# how ours runs -> what that changes of the settings; the last two beside the shapes named
+# how ours runs -> what that changes of the settings
+RESIDUAL, FP8 = "ours, residual in bf16", "ours, fp8 products"
 VARIANTS: dict[str, dict[str, str]] = {
     "ours": {"precision": "bf16-mixed"},
-    "ours, residual in bf16": {"precision": "bf16-residual"},
+    RESIDUAL: {"precision": "bf16-residual"},
     "ours, residual and moment in bf16": {"precision": "bf16-residual", "moment": "bf16"},
-    "ours, fp8 products": {"precision": "fp8"},
+    FP8: {"precision": "fp8"},
 }
 
 
@@ -242,9 +244,7 @@ def contestants(shape: Shape, peers: bool, settings: dict[str, Any]) -> dict[str
     if shape.peer and peers:
         found[shape.peer] = lambda: peer_step(shape)
     for name, change in VARIANTS.items():
-        if (name != "ours, fp8 products" or shape.config == PRESETS["gpt2-xl"]) and (
-            shape.peer or name != "ours"
-        ):
+        if (name != FP8 or shape.fp8_target) and (name == RESIDUAL or shape.peer):
             found[name] = lambda change=change: our_step(shape, {**change, **settings})  # type: ignore[misc]
     return found
 
@@ -259,13 +259,13 @@ def row_of(name: str, shape: Shape, result: Measured, first: Measured) -> list[s
         f"{result.peak_gib:.1f}",
         f"{result.first_s:.0f}",
         faster,
-        shape.target if result.name.startswith("ours") else "",
+        shape.fp8_target if result.name == FP8 else shape.target * result.name.startswith("ours"),
     ]
 
 
 def long_context(found: dict[str, dict[str, Measured]]) -> str:
     """Say what a token costs at 16k beside 1k, and what its causal FLOPs say it should."""
-    name = "ours, residual in bf16"
+    name = RESIDUAL
     short, long = found.get("medium", {}).get(name), found.get("medium, 16k context", {}).get(name)
     if short is None or long is None:
         return ""
@@ -291,7 +291,8 @@ def report(found: dict[str, dict[str, Measured]], rate: float, repeats: int) -> 
     body += (
         f"\n\nA bf16 product of 8192³: {rate / 1e12:.0f} TFLOP/s. Medians of {repeats} steps. "
         "Ours: blocks compiled, forward and backward replayed as one CUDA graph; Qwen3 with "
-        "selective checkpointing. What fp8 does is divided by the bf16 rate."
+        "selective checkpointing, whole in 21 of 28 layers. All without cuBLAS's workspace. What "
+        "fp8 does is divided by the bf16 rate."
     )
     print(body)
     write_section(
@@ -326,7 +327,7 @@ def main() -> None:
     for name in options.only:
         shape = SHAPES[name]
         for who, make in contestants(shape, not options.no_peers, settings).items():
-            profiled = options.profile and who == "ours, residual in bf16"
+            profiled = options.profile and who == RESIDUAL
             trace = str(out / f"profile-{name.split(',')[0]}.txt") if profiled else ""
             try:
                 result = measure(who, shape, make, rate, options.repeats, trace)
