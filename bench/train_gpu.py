@@ -142,13 +142,17 @@ def peer_step(shape: Shape) -> Step:
             model = hugging_face(shape.config, use_cache=False, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = tokens_of(shape)
-    run = torch.compile(model) if how == "compiled" else model
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        out = model(inputs)
+        logits = getattr(out, "logits", out)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    run = torch.compile(loss_of) if how == "compiled" else loss_of
 
     def step() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            out = run(inputs)
-            logits = getattr(out, "logits", out)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss = run(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
