@@ -118,3 +118,25 @@ def test_a_layer_that_somebody_listens_to_goes_its_own_way():
     model.layers[0].attn.k_proj.register_forward_hook(lambda *_: heard.append(1))
     assert_same(gradients(model, twins), gradients(model, None))
     assert len(heard) == 2
+
+
+def test_a_gradient_that_somebody_listens_to_passes_by_them():
+    model, heard = model_of("plain"), {}
+    twins = Twins(model, low_gradients=True)
+    doubled, watched = model.layers[0].attn.v_proj.weight, model.layers[1].ffn.w2.weight
+    plain = gradients(model, None)[1]
+    doubled.register_hook(lambda g: heard.update(doubled=g.dtype) or 2 * g)
+    watched.register_post_accumulate_grad_hook(lambda p: heard.update(watched=p.grad.dtype))
+    ours = gradients(model, twins)[1]
+    assert heard == {"doubled": torch.float32, "watched": torch.float32}
+    expected = 2 * plain["layers.0.attn.v_proj.weight"]
+    assert (ours["layers.0.attn.v_proj.weight"] - expected).norm() < 0.02 * expected.norm()
+    assert ours["layers.0.ffn.w2.weight"].dtype == LOW
+
+
+def test_a_frozen_matrix_has_no_twin_and_gets_no_gradient():
+    model = model_of("plain")
+    frozen = model.layers[0].attn.q_proj.weight.requires_grad_(False)
+    twins = Twins(model)
+    assert frozen not in twins.parts
+    assert gradients(model, twins)[1]["layers.0.attn.q_proj.weight"] is None

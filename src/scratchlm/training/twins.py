@@ -61,13 +61,17 @@ class Twins:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the ops find the twins; afterwards, hand the gradients to the matrices."""
-        for weights, twin in self.groups:
+        """Let the ops find the twins; afterwards, hand the gradients to the matrices.
+
+        A matrix whose gradient somebody listens to gets it from autograd, as without twins.
+        """
+        shown = [group for group in self.groups if not any(map(_is_listened_to, group[0]))]
+        for weights, twin in shown:
             weights[0].twin = twin
         try:
             yield
         finally:
-            for weights, _ in self.groups:
+            for weights, _ in shown:
                 del weights[0].twin
         self._hand_over()
 
@@ -85,7 +89,7 @@ class Twins:
 
 
 def multiplied_together(model: TransformerLM) -> Iterator[list[nn.Parameter]]:
-    """Name the layers' matrices, those that multiply one input together."""
+    """Name the layers' matrices that learn, together those that multiply one input."""
     layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
     for layer in layers:
         attn, ffn = layer.attn, layer.ffn
@@ -96,5 +100,11 @@ def multiplied_together(model: TransformerLM) -> Iterator[list[nn.Parameter]]:
         elif isinstance(ffn, MLP):
             groups += [[ffn.w1], [ffn.w2]]
         for maps in groups:
-            if all(type(m) is Linear and m.ops in (OPS["fast"], OPS["fp8"]) for m in maps):
+            if all(type(m) is Linear and m.ops in (OPS["fast"], OPS["fp8"]) for m in maps) and all(
+                m.weight.requires_grad for m in maps
+            ):
                 yield [m.weight for m in maps]
+
+
+def _is_listened_to(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
