@@ -65,23 +65,53 @@ def rope(x, cos, sin, layout="interleaved"):
     return Turn.apply(x, cos, sin)
 
 
-class NormTurn(torch.autograd.Function):
-    """A norm over a head, then the turn, in one kernel: it keeps its input."""
+class Heads(torch.autograd.Function):
+    """The joined product cut into heads, normed and turned: it is kept where there are norms."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin):
-        ctx.save_for_backward(x, weight, cos, sin)
-        return Turn.apply(x, cos, sin)
+    def forward(ctx, joined, heads, kv_heads, cos, sin, *gains):
+        ctx.save_for_backward(*([joined] if gains else []), cos, sin, *gains)
+        ctx.shape, ctx.gains = joined.shape, [gain.shape for gain in gains]
+        width = joined.shape[-1] // (heads + 2 * kv_heads)
+        q, k = (
+            joined.new_zeros(*joined.shape[:2], number, width).transpose(1, 2)
+            for number in (heads, kv_heads)
+        )
+        v = joined[..., (heads + kv_heads) * width :].unflatten(-1, (kv_heads, width))
+        return q, k, v.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx, grad):
-        weight = ctx.saved_tensors[1]
-        return torch.zeros_like(grad), torch.zeros_like(weight), None, None
+    def backward(ctx, dq, dk, dv):
+        of_gains = [torch.zeros(shape) for shape in ctx.gains]
+        return dq.new_zeros(ctx.shape), None, None, None, None, *of_gains
+
+
+class AddNorm(torch.autograd.Function):
+    """A sum and its norm in one kernel: it keeps the sum."""
+
+    @staticmethod
+    def forward(ctx, x, delta, gain, low):
+        y = x + delta
+        ctx.save_for_backward(y, gain)
+        ctx.delta = delta.dtype
+        return y, torch.zeros_like(y, dtype=low)
+
+    @staticmethod
+    def backward(ctx, dy, dn):
+        y, gain = ctx.saved_tensors
+        dx = torch.zeros_like(y)
+        of_delta = dx if ctx.delta == y.dtype else torch.zeros_like(y, dtype=ctx.delta)
+        return dx, of_delta, torch.zeros_like(gain), None
 
 
 class OpsOnAGpu(Ops):
-    def norm_rope(self, x, gain, eps, cos, sin, layout):
-        return NormTurn.apply(x, gain, cos, sin)
+    def turned_heads(self, x, weights, biases, heads, turn, norm):
+        joined = joined_product(x, weights, biases)
+        return Heads.apply(joined, *heads, *turn[:2], *(() if norm is None else norm[:2]))
+
+    def add_norm(self, x, delta, gain, eps):
+        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        return AddNorm.apply(x, delta, gain, low)
 
 
 def attention(q, k, v, mask=None):

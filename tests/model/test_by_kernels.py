@@ -76,7 +76,7 @@ USES = {  # what trains on a GPU without one of the three kernels
     "gpt2": set(),
     "sinusoidal": {"add_norm"},
     "no positions": {"add_norm", "gate"},
-    "mixtral": {"cut_and_turn", "add_norm"},
+    "mixtral": {"cut_and_turn"},
     "post-norm": {"cut_and_turn", "gate"},
     "no norm": {"cut_and_turn", "gate"},
 }

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from scratchlm.ops import OPS, CausalMask, Ops, fast, reference
+from scratchlm.ops import OPS, CausalMask, Ops, experts, fast, reference
 from scratchlm.ops.short_attention import SHORT
 
 
@@ -233,7 +233,7 @@ def test_fast_attention_in_chunks_matches_reference(case, monkeypatch):
 
 def test_moe_tells_the_same_routing_as_the_reference():
     leaves, rest, _ = CASES["moe"]["plain"]()
-    slow, quick = reference.moe(*leaves, *rest), fast.moe(*leaves, *rest)
+    slow, quick = reference.moe(*leaves, *rest), experts.moe(*leaves, *rest)
     assert torch.equal(slow.experts, quick.experts)
     torch.testing.assert_close(slow.probabilities, quick.probabilities)
 
@@ -241,7 +241,7 @@ def test_moe_tells_the_same_routing_as_the_reference():
 def test_fast_ops_run_under_autocast():
     leaves, rest, _ = CASES["moe"]["plain"]()
     with torch.autocast("cpu", torch.bfloat16):
-        output = fast.moe(*leaves, *rest).output
+        output = experts.moe(*leaves, *rest).output
     exact = reference.moe(*leaves, *rest).output
     torch.testing.assert_close(output.float(), exact, atol=0.3, rtol=0.1)
 

@@ -1,10 +1,11 @@
 """What autograd keeps of a forward pass until the backward pass needs it, tensor by tensor.
 
 Derived from `ops/fast.py` as it runs on a GPU (and checked against it by a test that counts every
-saved tensor): a matrix product keeps its input, a norm its float32 input, SwiGLU's gate both
-its inputs, fused attention Q, K, V, its output and a log-sum per row. Under autocast every
-product keeps the cast copies of its input and of its weight. Products of one input (Q, K, V; W1,
-W3) are one product: one copy of the input, and a joined copy of the weights in any precision.
+saved tensor): a matrix product keeps its input, a norm its float32 input (a layer's second RMSNorm,
+which one kernel makes together with the sum before it, that sum), SwiGLU's gate both its inputs,
+fused attention Q, K, V, its output and a log-sum per row. Under autocast every product keeps the
+cast copies of its input and of its weight. Products of one input (Q, K, V; W1, W3) are one product:
+one copy of the input, and a joined copy of the weights in any precision.
 
 The fused loss (`ops/loss.py`) forms n_s rows of logits at a time, of V_p columns,
 
@@ -47,7 +48,7 @@ from scratchlm.accounting.symbols import (
     k,
     n_s,
 )
-from scratchlm.config import MLP, LayerNorm, ModelConfig, MoE, NoNorm, Rotary
+from scratchlm.config import MLP, LayerNorm, ModelConfig, MoE, NoNorm, RMSNorm, Rotary
 
 UNIT = "bytes"
 TOKENS = B * S
@@ -83,9 +84,10 @@ def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> l
         parts.append(leaf("attention input", b_r * TOKENS * d))
     else:
         parts.append(group("attention", _attention(config, execution)))
-    parts += _norm("norm 2", config)
+    parts += _norm_2(config)
     if policy == "ffn":
-        parts.append(leaf("feed-forward input", b_r * TOKENS * d))
+        width = b_a if adds_and_norms(config) else b_r
+        parts.append(leaf("feed-forward input", width * TOKENS * d))
     else:
         parts.append(group("feed-forward", _ffn(config)))
     return [group("layers", parts, times=times)]
@@ -106,6 +108,21 @@ def recomputed_part(config: ModelConfig, execution: Execution) -> Node | None:
     if execution.checkpointing == "ffn":
         return group("one feed-forward, recomputed", _ffn(config), UNIT)
     return None
+
+
+def adds_and_norms(config: ModelConfig) -> bool:
+    """Whether one kernel makes the sum between a layer's halves and its norm, as products want it.
+
+    It keeps the sum, in the residual stream's own precision, and no statistics.
+    """
+    plain = config.norm_placement == "pre" and not isinstance(config.ffn, MoE)
+    return plain and isinstance(config.norm, RMSNorm)
+
+
+def _norm_2(config: ModelConfig) -> list[Node]:
+    if adds_and_norms(config):
+        return [leaf("norm 2 input", b_r * TOKENS * d, note="the sum itself")]
+    return _norm("norm 2", config)
 
 
 def _norm(name: str, config: ModelConfig) -> list[Node]:

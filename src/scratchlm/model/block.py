@@ -105,8 +105,11 @@ class TransformerBlock(nn.Module):
             y = self.ln1(x + self.attn(x, token_positions, scene=scene))
             return self.ln2(y + self._ffn(y, routes))
         attended = self.attn(self.ln1(x), token_positions, scene=scene)
+        if isinstance(self.ffn, MoE):  # its router wants the norm as wide as it is
+            y = x + attended
+            return y + self.ffn(self.ln2(y), routes)
         y, normed = add_then_norm(x, attended, self.ln2)
-        return y + self._ffn(normed, routes)
+        return y + self.ffn(normed)
 
     def lay_weights_side_by_side(self) -> None:
         """Let weights that multiply one input lie together in memory: decoding reads them so."""
