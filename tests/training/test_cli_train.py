@@ -13,7 +13,7 @@ import torch
 
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
-from scratchlm.cli.threads import wait_asleep
+from scratchlm.cli.threads import SPINS, wait_briefly
 from scratchlm.training import read_metrics
 from training.tiny import log_of, write_data
 
@@ -302,18 +302,25 @@ def test_without_its_package_tensorboard_is_refused_before_any_work(cli, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("chosen", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_wait_asleep_unless_the_user_says_otherwise(chosen, found, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": chosen} if chosen else {})
-    wait_asleep()
-    assert os.environ["OMP_WAIT_POLICY"] == found
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ({}, {"GOMP_SPINCOUNT": SPINS}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_threads_wait_briefly_unless_the_user_says_otherwise(chosen, found, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    wait_briefly()
+    assert os.environ == found
 
 
 def test_torch_is_not_imported_before_the_threads_are_asked_to_sleep():
     """OpenMP reads the wish once: a command that imports torch first would make it in vain."""
     code = (
-        "import sys; import scratchlm.cli; from scratchlm.cli.threads import wait_asleep; "
-        "wait_asleep(); print('torch' in sys.modules)"
+        "import sys; import scratchlm.cli; from scratchlm.cli.threads import wait_briefly; "
+        "wait_briefly(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.threads import wait_asleep
+from scratchlm.cli.threads import wait_briefly
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    wait_asleep()
+    wait_briefly()
     from scratchlm.cli.training_setup import Wish
     from scratchlm.training.settings import parse_overrides
 

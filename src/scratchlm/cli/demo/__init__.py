@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scratchlm.cli.threads import wait_asleep
+from scratchlm.cli.threads import wait_briefly
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def demo(
     Exit status 0: the held-out loss is within 3 % of that floor and every probability shown within
     0.03 of the truth; 1: not. A demo that was interrupted goes on where it stopped.
     """
-    wait_asleep()
+    wait_briefly()
     from scratchlm.cli.demo.corpus import Wanted, begin_afresh
 
     if seed < 0:
