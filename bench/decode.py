@@ -17,19 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
-import shutil
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from peers import hugging_face
-from results import RESULTS, table, versions, write_section
+from results import table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.config import PRESETS
@@ -399,8 +396,6 @@ def main() -> None:
             versions("torch", "triton", "transformers"),
             text,
         )
-    if os.environ.get("OUT"):
-        shutil.copy(RESULTS, Path(os.environ["OUT"]) / "RESULTS.md")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ call takes to return.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -165,9 +163,6 @@ def report(rows: list[list[str]], copies: list[float], repeats: int) -> None:
         versions("torch", "triton"),
         body,
     )
-    if "OUT" in os.environ:
-        results = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
-        (Path(os.environ["OUT"]) / "RESULTS.md").write_text(results, encoding="utf-8")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import re
+import shutil
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +47,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write_section(title: str, command: str, where: str, with_: str, body: str) -> None:
-    """Replace the section `title` of RESULTS.md, or add it at the end."""
+    """Replace the section `title` of RESULTS.md, or add it at the end.
+
+    Where OUT names a folder, a copy is left there: a machine that is lent keeps nothing else.
+    """
     date = datetime.date.today().isoformat()
     section = f"## {title}\n\n`{command}`, {date}, {where}; {with_}.\n\n{body.strip()}\n"
     text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEADER
@@ -57,3 +61,5 @@ def write_section(title: str, command: str, where: str, with_: str, body: str) -
     else:
         parts.append(("" if parts[-1].endswith("\n\n") else "\n") + section)
     RESULTS.write_text("".join(parts).rstrip() + "\n", encoding="utf-8")
+    if os.environ.get("OUT"):
+        shutil.copy(RESULTS, Path(os.environ["OUT"]) / RESULTS.name)

@@ -306,9 +306,6 @@ def report(found: dict[str, dict[str, Measured]], rate: float, repeats: int) -> 
         versions("torch", "triton", "transformers"),
         body,
     )
-    if "OUT" in os.environ:
-        results = Path(__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
-        (Path(os.environ["OUT"]) / "RESULTS.md").write_text(results, encoding="utf-8")
 
 
 def main() -> None:

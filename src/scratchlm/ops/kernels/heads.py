@@ -178,14 +178,14 @@ def _join_heads(  # type: ignore[no-untyped-def]
             tl.store(part + b_at, tl.sum(sum_b, axis=0), mask=pair < HALF)
 
 
-def _sizes(joined: Tensor, heads: int, kv_heads: int) -> tuple[int, int, dict[str, Any]]:
-    """Return a head's width, the blocks of tokens, and what the kernels know beforehand."""
+def _sizes(joined: Tensor, heads: int, kv_heads: int) -> tuple[int, dict[str, Any]]:
+    """Return the blocks of tokens, and what the kernels know beforehand."""
     batch, seq, row = joined.shape
     width = row // (heads + 2 * kv_heads)
     padded = triton.next_power_of_2(width // 2)
     tokens = max(1, ELEMENTS // (2 * padded))
     sizes = {"HALF": width // 2, "PADDED": padded, "TOKENS": tokens}
-    return width, triton.cdiv(batch * seq, tokens), {"HEADS": heads, "KV_HEADS": kv_heads, **sizes}
+    return triton.cdiv(batch * seq, tokens), {"HEADS": heads, "KV_HEADS": kv_heads, **sizes}
 
 
 def heads_forward(
@@ -202,7 +202,7 @@ def heads_forward(
     """Return queries and keys (batch, heads, seq, d) of the product (batch, seq, all heads · d)."""
     joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
     batch, seq, _ = joined.shape
-    _, blocks, sizes = _sizes(joined, heads, kv_heads)
+    blocks, sizes = _sizes(joined, heads, kv_heads)
     q, k = _results(joined, heads, kv_heads)
     _cut_heads[(2, blocks)](
         *(joined, q_gain, k_gain, cos, sin, q, k),
@@ -240,7 +240,7 @@ def heads_backward(
     joined = None if joined is None else joined.contiguous()
     (batch, heads, seq, width), kv_heads = dq.shape, dk.shape[1]
     out = dq.new_empty(batch, seq, (heads + 2 * kv_heads) * width)
-    _, blocks, sizes = _sizes(out, heads, kv_heads)
+    blocks, sizes = _sizes(out, heads, kv_heads)
     norm = joined is not None
     parts = torch.empty(2, blocks if norm else 0, width, dtype=torch.float32, device=dq.device)
     _join_heads[(3, blocks)](
