@@ -169,22 +169,97 @@ def test_a_target_of_no_weight_at_all_still_has_its_loss():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def by_kernel(logits, targets, vocab, z_loss=0.0):
+    """Return the losses, and the gradient that the kernel leaves in two parts."""
+    losses, factors = cross_entropy.loss_and_gradient_(logits, targets, vocab, z_loss, True)
+    assert (logits[:, vocab:] == 0).all()
+    return losses, logits[:, :vocab].double() * factors.double()[:, None]
+
+
+def by_formula(logits, targets, vocab, z_loss=0.0):
+    exact = logits[:, :vocab].double().requires_grad_()
+    truth = reference.cross_entropy(exact, targets, ignore_index=-1, z_loss=z_loss, reduction="sum")
+    return truth.detach(), torch.autograd.grad(truth, exact)[0]
+
+
+@DTYPES
 @pytest.mark.parametrize(("vocab", "padded"), [(23, 23), (23, 32), (16, 16), (9001, 9088)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_the_kernel_writes_the_gradient_over_the_logits(dtype, vocab, padded, z_loss):
     logits = (4 * torch.randn(5, padded, device=DEVICE)).to(dtype)
     targets = torch.tensor([0, vocab - 1, -1, 3, vocab // 2], device=DEVICE)
-    exact = logits[:, :vocab].double().requires_grad_()
-    truth = reference.cross_entropy(exact, targets, ignore_index=-1, z_loss=z_loss, reduction="sum")
-    (slope,) = torch.autograd.grad(truth, exact)
-    only = cross_entropy.loss_and_gradient_(logits.clone(), targets, vocab, z_loss, False)
-    losses = cross_entropy.loss_and_gradient_(logits, targets, vocab, z_loss, True)
+    truth, slope = by_formula(logits, targets, vocab, z_loss)
+    only, _ = cross_entropy.loss_and_gradient_(logits.clone(), targets, vocab, z_loss, False)
+    losses, gradient = by_kernel(logits, targets, vocab, z_loss)
     torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
     assert torch.equal(only, losses)
-    assert (logits[:, vocab:] == 0).all()
-    close = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(logits[:, :vocab].double(), slope, atol=close, rtol=close)
+    torch.testing.assert_close(gradient, slope, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("rises", [(50.0,), (300.0,), (50.0, 120.0), (-500.0,), (1e4, 3e4)])
+def test_a_row_that_rises_late_is_brought_down_to_its_maximum(dtype, rises):
+    """Far above the first block lie later ones; or far below."""
+    block, count = cross_entropy.BLOCK, len(rises) + 2
+    vocab = count * block - 5
+    logits = torch.randn(4, vocab, device=DEVICE)
+    for number, rise in enumerate(rises, 1):
+        logits[1:, number * block : (number + 1) * block] += rise
+    logits = logits.to(dtype)
+    targets = torch.tensor([3, 5, block + 7, vocab - 1], device=DEVICE)
+    truth, slope = by_formula(logits, targets, vocab)
+    losses, gradient = by_kernel(logits, targets, vocab)
+    torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(gradient, slope, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+def test_a_row_of_nothing_but_one_logit_and_a_row_with_nan():
+    block = cross_entropy.BLOCK
+    logits = torch.full((3, 2 * block), -torch.inf, device=DEVICE)
+    logits[0, block + 1] = 2.0
+    logits[1:, 0] = torch.nan
+    targets = torch.tensor([block + 1, 0, -1], device=DEVICE)
+    losses, gradient = by_kernel(logits, targets, 2 * block)
+    assert losses[0] == 0
+    assert (gradient[0] == 0).all()
+    assert losses[1].isnan()
+    assert gradient[1].isnan().any()
+    assert losses[2] == 0
+    assert (gradient[2] == 0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "both"])
+def test_the_factors_a_kernel_leaves_reach_both_gradients(dtype, wanted, monkeypatch):
+    """As on a GPU, slice by slice, with the kernel in between."""
+    kernel = cross_entropy.loss_and_gradient_
+    monkeypatch.setattr(
+        loss, "_loss_and_gradient", lambda x, *rest: loss._Slopes(*_around(x, kernel(x, *rest)))
+    )
+    monkeypatch.setattr(loss, "_slice_size", lambda rows, vocab, device: 7)
+    hidden, weight, targets = some(dtype=torch.float32, device=DEVICE)
+    targets = targets.clamp(min=-1)
+    asked = {"hidden": (True, False), "weight": (False, True), "both": (True, True)}[wanted]
+    low = hidden.detach().to(dtype)
+    total, gradients = loss.sliced_loss(low, weight, targets, 0.1, *asked)
+    ours = gradients.scaled(torch.tensor(0.25, device=DEVICE))
+    wide = low.double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
+    how = {"ignore_index": -1, "z_loss": 0.1, "reduction": "sum"}
+    truth = slopes(reference.linear_cross_entropy, *wide, targets, **how)
+    torch.testing.assert_close(total.double(), truth[0], rtol=CLOSE[dtype], atol=0)
+    for got, expected, was_asked in zip(ours, truth[1:], asked, strict=True):
+        assert (got is not None) == was_asked
+        if got is not None:
+            error = (got.double() - 0.25 * expected).norm() / (0.25 * expected).norm()
+            assert error < CLOSE[dtype]
+
+
+def _around(logits, pair):
+    return pair[0], logits, pair[1]
 
 
 @pytest.mark.cuda

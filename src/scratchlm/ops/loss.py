@@ -8,13 +8,16 @@ in place, and multiplied into the gradients of the hidden states and of the head
 pass; the backward pass only scales the two by what comes from above. Three matrix products, as
 without slices, and memory for one slice instead of for the batch times the vocabulary.
 
+A kernel leaves each row of that gradient G short of a factor s (`kernels/cross_entropy.py`). The
+rows around it take it instead: ∂hidden = s ⊙ (G W), and ∂W = Gᵀ (s ⊙ hidden).
+
 On a GPU a vocabulary that is no multiple of 8 is padded inside: rows of logits that start off a
 16-byte border make the product several times slower.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,10 +106,18 @@ def sliced_loss(
             part, target = rows[start : start + size], targets[start : start + size]
             logits = torch.mm(part, head.t(), out=buffer[: len(part)])
             wants = wants_rows or wants_weight
-            losses, slope = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
-            total += losses.sum()
-            gradients.add(start, slope, part, head)
+            slopes = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
+            total += slopes.losses.sum()
+            gradients.add(start, slopes, part, head)
     return total, gradients
+
+
+class _Slopes(NamedTuple):
+    """What a slice of logits gives."""
+
+    losses: Tensor  # of every row
+    matrix: Tensor  # the gradient of the logits, each row of it over …
+    factors: Tensor | None  # … its factor, if they are not all 1
 
 
 class _Gradients:
@@ -116,13 +127,18 @@ class _Gradients:
         self.of_rows = torch.empty_like(rows) if wants_rows else None
         self.of_weight: Tensor | None = None
         self.wants_weight, self.vocab, self.dtype = wants_weight, len(weight), weight.dtype
+        self.factors: list[Tensor] = []  # that the rows of `of_rows` still lack, slice by slice
         self.used = False
 
-    def add(self, start: int, slope: Tensor, part: Tensor, head: Tensor) -> None:
+    def add(self, start: int, slopes: _Slopes, part: Tensor, head: Tensor) -> None:
         """Take one slice's gradient of the logits in."""
+        slope, factors = slopes.matrix, slopes.factors
         if self.of_rows is not None:
             torch.mm(slope, head, out=self.of_rows[start : start + len(part)])
+            self.factors += [] if factors is None else [factors]
         if self.wants_weight:
+            if factors is not None:
+                part = _scaled_rows(part, factors, None, torch.empty_like(part))
             self.of_weight = _add_product(self.of_weight, slope.t(), part)
 
     def scaled(self, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -133,12 +149,22 @@ class _Gradients:
         of_rows, of_weight = self.of_rows, self.of_weight
         self.of_rows = self.of_weight = None
         if of_rows is not None:
-            of_rows.mul_(above)
+            if self.factors:
+                _scaled_rows(of_rows, torch.cat(self.factors), above, of_rows)
+            else:
+                of_rows.mul_(above)
         if of_weight is not None:
-            of_weight = of_weight.mul_(above).to(self.dtype)
+            torch._foreach_mul_([of_weight], above)  # reads wider than `mul_` by one number does
+            of_weight = of_weight.to(self.dtype)
             if len(of_weight) > self.vocab:  # a view, which autograd would not add to in place
                 of_weight = of_weight[: self.vocab]
         return of_rows, of_weight
+
+
+def _scaled_rows(x: Tensor, factors: Tensor, above: Tensor | None, out: Tensor) -> Tensor:
+    from scratchlm.ops.kernels.cross_entropy import scale_rows
+
+    return scale_rows(x.contiguous(), factors, above, out)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -175,12 +201,14 @@ def _slice_size(rows: int, vocab: int, device: str) -> int:
 
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
-) -> tuple[Tensor, Tensor]:
+) -> _Slopes:
     """Return every row's loss and the gradient of the logits, which may lie where they lay."""
-    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
-        from scratchlm.ops.kernels.cross_entropy import loss_and_gradient_
+    if logits.is_cuda and has_triton():
+        from scratchlm.ops.kernels.cross_entropy import TYPES, loss_and_gradient_
 
-        return loss_and_gradient_(logits, targets, vocab, z_loss, gradient), logits
+        if logits.dtype in TYPES:
+            losses, factors = loss_and_gradient_(logits, targets, vocab, z_loss, gradient)
+            return _Slopes(losses, logits, factors)
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
     if wide.shape[1] > vocab:
         wide[:, vocab:] = -torch.inf
@@ -198,7 +226,7 @@ def _loss_and_gradient(
         losses = losses + z_loss * lse.pow(2)
     losses = losses.masked_fill(~counts, 0.0)
     if not gradient:
-        return losses, logits
+        return _Slopes(losses, logits, None)
     if not wide.is_cpu:
         slope = logs.exp_()
     if z_loss:
@@ -206,7 +234,7 @@ def _loss_and_gradient(
     slope.scatter_add_(1, column, slope.new_full(column.shape, -1.0))
     if not (can_look(counts) and bool(counts.all())):
         slope.masked_fill_(~counts[:, None], 0.0)
-    return losses, slope.to(logits.dtype)
+    return _Slopes(losses, slope.to(logits.dtype), None)
 
 
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:

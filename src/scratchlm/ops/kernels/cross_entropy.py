@@ -1,16 +1,20 @@
-"""Cross-entropy of a slice of logits, and its gradient written over them.
-
-One program per row reads the row twice and writes it once:
+"""Cross-entropy of a slice of logits, and its gradient written over them, up to a factor a row.
 
     lse = log Σ exp(x),    loss = lse − x[target] + z·lse²
-    x  ← (1 + 2·z·lse)·softmax(x) − onehot(target)
+    ∂loss/∂x = f·softmax(x) − onehot(target)        f = 1 + 2·z·lse
+
+The sum under the softmax is known when a row has been read; written out, the gradient would cost a
+second reading. So what is written is
+
+    x ← exp(x − r) − onehot(target)·Z/f             Z = Σ exp(x − r),  r near the row's maximum
+
+and f/Z is the row's factor, left to what is multiplied with the row next (`scale_rows`). Any r will
+do that lets nothing overflow: bfloat16 and float32 are as precise near e⁴⁰ as near 1. It is the
+maximum of the row's first block; where a later block rises more than `RISE` above it, what is
+written already is brought down to the higher one: rare, and as costly as a second reading.
 
 Logits are low-precision in memory and float32 in registers; columns past the vocabulary (the
 head's padding) take no part and get gradient 0.
-
-A program is as many threads as a row can feed: few rows are then under way at once, and the second
-reading finds the row in the L2 cache. Each lane keeps a largest number and a sum of its own, over
-`LANE` neighbours at a time; they meet once, at the end.
 """
 
 from __future__ import annotations
@@ -20,67 +24,115 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 16
-LANE = tl.constexpr(8)
+BLOCK, WARPS = 4096, 8
+LANE = 8  # neighbours in a row that one thread reads at once
+TYPES = (torch.bfloat16, torch.float32)  # their range is wide enough for exp(x − r)
+RISE = tl.constexpr(40.0)
 # Lower than any logit, yet finite: the difference of two such is 0, not NaN.
 _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _log_sum_exp(start, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    lane = tl.arange(0, BLOCK // LANE)
-    top = tl.full((BLOCK // LANE,), _LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // LANE,), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        column = first + lane[:, None] * LANE + tl.arange(0, LANE)[None, :]
-        x = tl.load(start + column, mask=column < vocab, other=_LOWEST).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, axis=1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
-        top = higher
-    highest = tl.max(top, axis=0)
-    return highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
+def _lower(start, end, by, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply what stands in the first `end` columns of a row."""
+    for first in range(0, end, BLOCK):
+        place = start + first + tl.arange(0, BLOCK)
+        tl.store(place, (tl.load(place).to(tl.float32) * by).to(start.dtype.element_ty))
 
 
 @triton.jit
 def _loss_and_gradient(  # type: ignore[no-untyped-def]
-    logits, targets, losses, stride, vocab, z_loss, BLOCK: tl.constexpr, GRADIENT: tl.constexpr
+    logits,
+    targets,
+    losses,
+    factors,
+    stride,
+    vocab,
+    z_loss,
+    BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     target = tl.load(targets + row)
     counts = target >= 0
-    chosen = tl.load(start + target, mask=counts, other=0.0).to(tl.float32)  # before it is written
-    lse = _log_sum_exp(start, vocab, BLOCK)
+    chosen = tl.load(start + target, mask=counts, other=_LOWEST).to(tl.float32)
+    tl.debug_barrier()  # read before somebody writes there
+    reference = tl.full((), _LOWEST, tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)  # each thread its own; they meet at the end
+    for first in range(0, stride, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        x = tl.load(start + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        top = tl.max(x, axis=0)
+        if (first == 0) | (top > reference + RISE):
+            higher = tl.maximum(top, _LOWEST)
+            by = tl.exp(reference - higher)
+            totals *= by
+            if GRADIENT:
+                _lower(start, first, by, BLOCK)
+            reference = higher
+        e = tl.exp(x - reference)
+        totals += e
+        if GRADIENT:
+            e = tl.where(counts, e, 0.0).to(logits.dtype.element_ty)
+            tl.store(start + column, e, mask=column < stride)
+    total = tl.sum(totals, axis=0)
+    lse = reference + tl.log(total)
     tl.store(losses + row, tl.where(counts, lse - chosen + z_loss * lse * lse, 0.0))
     if GRADIENT:
         slope = 1 + 2 * z_loss * lse
-        for first in range(0, stride, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            x = tl.load(start + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            gradient = slope * tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0)
-            inside = counts & (column < vocab)
-            gradient = tl.where(inside, gradient, 0.0)
-            tl.store(start + column, gradient.to(logits.dtype.element_ty), mask=column < stride)
+        slope = tl.where(tl.abs(slope) < 1e-6, 1e-6, slope)  # the target's entry is over it
+        tl.store(factors + row, tl.where(counts, slope / total, 0.0))
+        tl.debug_barrier()  # another thread has written there
+        entry = tl.exp(chosen - reference) - total / slope
+        tl.store(start + target, entry.to(logits.dtype.element_ty), mask=counts)
 
 
 def loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
-) -> Tensor:
-    """Return the loss of every row; with `gradient`, write it over the logits.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of every row; with `gradient`, write it over the logits up to a factor a row.
 
     `targets` are −1 where they do not count; `logits` are (rows, padded vocabulary), contiguous.
     """
-    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    block = min(BLOCK, max(LANE.value, triton.next_power_of_2(logits.shape[1])))
+    losses, factors = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+    block = min(BLOCK, max(LANE, triton.next_power_of_2(logits.shape[1])))
     _loss_and_gradient[(len(logits),)](
         logits,
         targets,
         losses,
+        factors,
         logits.shape[1],
         vocab,
         z_loss,
         BLOCK=block,
         GRADIENT=gradient,
-        num_warps=max(1, min(WARPS, block // (32 * LANE.value))),
+        num_warps=max(1, min(WARPS, block // (32 * LANE))),
     )
-    return losses
+    return losses, factors
+
+
+@triton.jit
+def _scale_rows(  # type: ignore[no-untyped-def]
+    x, factors, above, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ABOVE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    factor = tl.load(factors + row)
+    if ABOVE:
+        factor *= tl.load(above)
+    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_rows(x: Tensor, factors: Tensor, above: Tensor | None, out: Tensor) -> Tensor:
+    """Multiply every row of a contiguous x by its factor, and all by `above`; `out` may be x."""
+    block = min(1024, triton.next_power_of_2(x.shape[1]))
+    _scale_rows[(len(x), triton.cdiv(x.shape[1], block))](
+        *(x, factors, factors if above is None else above, out),
+        WIDTH=x.shape[1],
+        BLOCK=block,
+        ABOVE=above is not None,
+    )
+    return out
