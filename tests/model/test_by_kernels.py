@@ -69,7 +69,7 @@ def assert_alike(got, expected):
     torch.testing.assert_close(got[0], expected[0])
     for name, gradient in expected[1].items():
         error = (got[1][name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
-        assert error < 1e-5, name
+        assert error < 5e-5, name  # some are differences of much larger numbers
 
 
 USES = {  # what trains on a GPU without one of the three kernels

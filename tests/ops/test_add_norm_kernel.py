@@ -16,9 +16,11 @@ DTYPES = {  # of x, of δ and of the norm -> tolerance
 
 
 @pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("at_once", [1, 64, 4096])
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3, 24), (5, 1030)])
-def test_the_sum_its_norm_and_the_gradients(monkeypatch, kind, shape):
-    monkeypatch.setattr(add_norm, "PROGRAMS", 2)  # so that each takes several rows
+def test_the_sum_its_norm_and_the_gradients(monkeypatch, kind, shape, at_once):
+    monkeypatch.setattr(add_norm, "PROGRAMS", 2)  # so that each takes rows in turn,
+    monkeypatch.setattr(add_norm, "ELEMENTS", at_once)  # one or several of them
     wide, low, tolerance = DTYPES[kind]
     x, delta = torch.randn(shape, device=DEVICE).to(wide), torch.randn(shape, device=DEVICE).to(low)
     gain = torch.randn(shape[-1], device=DEVICE)
@@ -37,3 +39,21 @@ def test_the_sum_its_norm_and_the_gradients(monkeypatch, kind, shape):
     for got, expected in zip(found, (*truth, *slopes), strict=True):
         expected = expected.detach()
         assert float((got.double() - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3, 24), (9, 1030)])
+def test_the_norm_alone_and_its_gradients(dtype, shape):
+    x = torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
+    gain = torch.randn(shape[-1], device=DEVICE, requires_grad=True)
+    dn = torch.randn_like(x)
+    n = add_norm.Norm.apply(x, gain, 1e-3)
+    slopes = torch.autograd.grad(n, (x, gain), dn)
+    assert [t.dtype for t in (n, *slopes)] == [dtype, dtype, torch.float32]
+
+    exact = [t.detach().double().requires_grad_() for t in (x, gain)]
+    truth = reference.rms_norm(*exact, 1e-3)
+    expected = (truth.detach(), *torch.autograd.grad(truth, exact, dn.double()))
+    for got, wanted in zip((n, *slopes), expected, strict=True):
+        error = float((got.detach().double() - wanted).norm() / wanted.norm())
+        assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]

@@ -1,9 +1,10 @@
 """What autograd keeps of a forward pass until the backward pass needs it, tensor by tensor.
 
 Derived from `ops/fast.py` as it runs on a GPU (and checked against it by a test that counts every
-saved tensor): a matrix product keeps its input, a norm its float32 input (a layer's second RMSNorm,
-which one kernel makes together with the sum before it, that sum), SwiGLU's gate both its inputs,
-fused attention Q, K, V, its output and a log-sum per row. Under autocast every product keeps the
+saved tensor): a matrix product keeps its input, RMSNorm its input as it is (a layer's second, which
+one kernel makes together with the sum before it, that sum), LayerNorm its input in float32 and its
+statistics, SwiGLU's gate both its inputs, fused attention Q, K, V, its output and a log-sum per
+row. Under autocast every product keeps the
 cast copies of its input and of its weight. Products of one input (Q, K, V; W1, W3) are one product:
 one copy of the input, and a joined copy of the weights in any precision.
 
@@ -48,7 +49,7 @@ from scratchlm.accounting.symbols import (
     k,
     n_s,
 )
-from scratchlm.config import MLP, LayerNorm, ModelConfig, MoE, NoNorm, RMSNorm, Rotary
+from scratchlm.config import MLP, ModelConfig, MoE, NoNorm, RMSNorm, Rotary
 
 UNIT = "bytes"
 TOKENS = B * S
@@ -128,10 +129,11 @@ def _norm_2(config: ModelConfig) -> list[Node]:
 def _norm(name: str, config: ModelConfig) -> list[Node]:
     if isinstance(config.norm, NoNorm):
         return []
-    per_row = 8 if isinstance(config.norm, LayerNorm) else 4  # mean and 1/σ, or 1/rms
+    if isinstance(config.norm, RMSNorm):
+        return [leaf(f"{name} input", b_r * TOKENS * d)]
     return [
         leaf(f"{name} input", 4 * TOKENS * d, note="float32"),
-        leaf(f"{name} statistics", per_row * TOKENS),
+        leaf(f"{name} statistics", 8 * TOKENS, note="mean and 1/σ"),
     ]
 
 

@@ -125,6 +125,10 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x²) + ε) · g."""
+    if trains_by_kernel(x) and x.is_contiguous() and not torch.compiler.is_compiling():
+        from scratchlm.ops.kernels.add_norm import Norm
+
+        return Norm.apply(x, weight, eps)
     if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
         if can_look(x) and x.numel():  # on a CPU, not traced
             if torch.is_grad_enabled():

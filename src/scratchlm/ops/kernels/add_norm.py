@@ -1,10 +1,11 @@
-"""A sum and the RMSNorm of it, forward and backward, each in one pass.
+"""RMSNorm, of a tensor or of a sum of two, forward and backward, each in one pass.
 
     y = x + δ,    n = y / rms(y) · g
     ∂x = ∂δ = ∂y + (∂n·g − y·mean(∂n·g·y)/rms²)/rms,    ∂g = Σ ∂n · y/rms
 
-This is what stands between a layer's two halves. y is kept: a compiler keeps x and δ instead, and
-reads both wherever y is wanted. The backward pass adds what comes along the residual path itself.
+The sum is what stands between a layer's two halves. y is kept: a compiler keeps x and δ instead,
+and reads both wherever y is wanted. The backward pass adds what comes along the residual path
+itself. A norm alone is the same without δ and ∂y.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-PROGRAMS = 1056  # of the backward pass: eight on each of 132 multiprocessors, rows in turn
+# Of the backward pass: programs, two on each of 132 multiprocessors, and what each takes at a time.
+# Every program leaves its own sum for the gain's gradient, so that few large ones are best.
+PROGRAMS, ELEMENTS, WARPS = 264, 4096, 16
 
 
 @triton.jit
 def _add_and_norm(  # type: ignore[no-untyped-def]
-    x, delta, gain, y, n, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, gain, y, n, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
-    total = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
-    total = total.to(y.dtype.element_ty)
-    tl.store(y + place, total, mask=inside)
-    wide = total.to(tl.float32)
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        wide += tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+        total = wide.to(y.dtype.element_ty)
+        tl.store(y + place, total, mask=inside)
+        wide = total.to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
     g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(n + place, (wide * inverse * g).to(n.dtype.element_ty), mask=inside)
@@ -49,67 +54,109 @@ def _norm_and_add_back(  # type: ignore[no-untyped-def]
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-    part = tl.zeros((BLOCK,), tl.float32)
-    first = tl.program_id(0).to(tl.int64)  # and so a row: rows times width may pass 2³¹
-    for row in range(first, rows, tl.num_programs(0).to(tl.int64)):
-        place = row * WIDTH + column
+    column = tl.arange(0, BLOCK)[None, :]
+    g = tl.load(gain + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    part = tl.zeros((ROWS, BLOCK), tl.float32)
+    start = tl.program_id(0).to(tl.int64) * ROWS  # and so a row: rows times width may pass 2³¹
+    for first in range(start, rows, tl.num_programs(0).to(tl.int64) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        place, inside = row * WIDTH + column, (row < rows) & (column < WIDTH)
         value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
         of_n = tl.load(dn + place, mask=inside, other=0.0).to(tl.float32)
-        of_y = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-        square = tl.sum(value * value, axis=0) / WIDTH
-        along = tl.sum(of_n * g * value, axis=0) / WIDTH
+        square = tl.sum(value * value, axis=1)[:, None] / WIDTH
+        along = tl.sum(of_n * g * value, axis=1)[:, None] / WIDTH
         inverse = 1 / tl.sqrt(square + eps)
         part += of_n * value * inverse
-        of_x = of_y + (of_n * g - value * (along * inverse * inverse)) * inverse
+        of_x = (of_n * g - value * (along * inverse * inverse)) * inverse
+        if ADD:
+            of_x += tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + place, of_x.to(dx.dtype.element_ty), mask=inside)
         if LOW:
             tl.store(low + place, of_x.to(low.dtype.element_ty), mask=inside)
-    tl.store(gain_parts + tl.program_id(0) * WIDTH + column, part, mask=inside)
-
-
-def _warps(width: int) -> int:
-    return min(16, max(1, triton.next_power_of_2(width) // 256))
+    place = gain_parts + tl.program_id(0) * WIDTH + tl.arange(0, BLOCK)
+    tl.store(place, tl.sum(part, axis=0), mask=tl.arange(0, BLOCK) < WIDTH)
 
 
 def add_norm_forward(
     x: Tensor, delta: Tensor, gain: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return y = x + δ in x's dtype and its norm in `dtype`."""
-    x, delta = x.contiguous(), delta.contiguous()
-    width = x.shape[-1]
+    x = x.contiguous()
     y, n = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
-    _add_and_norm[(x.numel() // width,)](
-        *(x, delta, gain, y, n, eps),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width),
-    )
+    _forward(x, delta.contiguous(), gain, y, n, eps)
     return y, n
+
+
+def _forward(
+    x: Tensor, delta: Tensor | None, gain: Tensor, y: Tensor, n: Tensor, eps: float
+) -> None:
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    _add_and_norm[(x.numel() // width,)](
+        *(x, x if delta is None else delta, gain, y, n, eps),
+        WIDTH=width,
+        BLOCK=block,
+        ADD=delta is not None,
+        num_warps=min(16, max(1, block // 256)),
+    )
 
 
 def add_norm_backward(
     y: Tensor, gain: Tensor, dy: Tensor, dn: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, of the gain, and of δ where its `dtype` is not x's (or empty)."""
-    dy, dn = dy.contiguous(), dn.contiguous()
-    width = y.shape[-1]
-    rows = y.numel() // width
-    programs = max(1, min(rows, PROGRAMS))
-    parts = torch.empty(programs, width, dtype=torch.float32, device=y.device)
     dx, low = torch.empty_like(y), _of_delta(y, dtype)
+    of_gain = _backward(y, gain, dy.contiguous(), dn, dx, low, eps)
+    return dx, of_gain, low
+
+
+def _backward(
+    y: Tensor, gain: Tensor, dy: Tensor | None, dn: Tensor, dx: Tensor, low: Tensor, eps: float
+) -> Tensor:
+    """Write the gradient of y, also into `low` if that is not empty; return the gain's."""
+    width = y.shape[-1]
+    rows, block = y.numel() // width, triton.next_power_of_2(width)
+    at_once = max(1, ELEMENTS // block)
+    programs = max(1, min(triton.cdiv(rows, at_once), PROGRAMS))
+    parts = torch.empty(programs, width, dtype=torch.float32, device=y.device)
     _norm_and_add_back[(programs,)](
-        *(y, gain, dy, dn, dx, low, parts, rows, eps),
+        *(y, gain, y if dy is None else dy, dn.contiguous(), dx, low, parts, rows, eps),
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        LOW=dtype != y.dtype,
-        num_warps=_warps(width),
+        BLOCK=block,
+        ROWS=at_once,
+        ADD=dy is not None,
+        LOW=low.numel() > 0,
+        num_warps=WARPS,
     )
-    return dx, parts.sum(dim=0).to(gain.dtype), low
+    return parts.sum(dim=0).to(gain.dtype)
+
+
+class Norm(torch.autograd.Function):
+    """n = x / rms(x) · g in x's dtype, x contiguous; for code that is not compiled.
+
+    A compiler writes its own, and adds what comes along the residual path in its backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Keep x and the gain alone."""
+        ctx.eps = eps
+        ctx.save_for_backward(x, gain)
+        n = torch.empty_like(x)
+        _forward(x, None, gain, n, n, eps)
+        return n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dn: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of x and of the gain."""
+        x, gain = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        return dx, _backward(x, gain, None, dn, dx, x.new_empty(0), ctx.eps), None
 
 
 def _of_delta(y: Tensor, dtype: torch.dtype) -> Tensor:
