@@ -115,7 +115,9 @@ class Transformer(nn.Module):
             if isinstance(index, slice):
                 index = torch.arange(index.start, index.stop, device=token_ids.device)
             x = x + self.position_embeddings(index).to(x.dtype)
-        return x if wrong is None else x.masked_fill(wrong[..., None], torch.nan), places
+        if wrong is not None:  # by a sum, which costs nothing going backward
+            x = x + torch.zeros_like(wrong, dtype=x.dtype).masked_fill(wrong, torch.nan)[..., None]
+        return x, places
 
     def _check_length(self, length: int) -> None:
         if length > self.config.context_length:

@@ -18,9 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Of the backward pass: programs, two on each of 132 multiprocessors, and what each takes at a time.
-# Every program leaves its own sum for the gain's gradient, so that few large ones are best.
-PROGRAMS, ELEMENTS, WARPS = 264, 4096, 16
+PROGRAMS = 1056  # of the backward pass: eight on each of 132 multiprocessors, rows in turn
 
 
 @triton.jit
@@ -54,31 +52,48 @@ def _norm_and_add_back(  # type: ignore[no-untyped-def]
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     ADD: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)[None, :]
-    g = tl.load(gain + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    part = tl.zeros((ROWS, BLOCK), tl.float32)
-    start = tl.program_id(0).to(tl.int64) * ROWS  # and so a row: rows times width may pass 2³¹
-    for first in range(start, rows, tl.num_programs(0).to(tl.int64) * ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        place, inside = row * WIDTH + column, (row < rows) & (column < WIDTH)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    part = tl.zeros((BLOCK,), tl.float32)
+    first = tl.program_id(0).to(tl.int64)  # and so a row: rows times width may pass 2³¹
+    for row in range(first, rows, tl.num_programs(0).to(tl.int64)):
+        place = row * WIDTH + column
         value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
         of_n = tl.load(dn + place, mask=inside, other=0.0).to(tl.float32)
-        square = tl.sum(value * value, axis=1)[:, None] / WIDTH
-        along = tl.sum(of_n * g * value, axis=1)[:, None] / WIDTH
+        of_x = tl.zeros((BLOCK,), tl.float32)
+        if ADD:
+            of_x = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        square = tl.sum(value * value, axis=0) / WIDTH
+        along = tl.sum(of_n * g * value, axis=0) / WIDTH
         inverse = 1 / tl.sqrt(square + eps)
         part += of_n * value * inverse
-        of_x = (of_n * g - value * (along * inverse * inverse)) * inverse
-        if ADD:
-            of_x += tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        of_x += (of_n * g - value * (along * inverse * inverse)) * inverse
         tl.store(dx + place, of_x.to(dx.dtype.element_ty), mask=inside)
         if LOW:
             tl.store(low + place, of_x.to(low.dtype.element_ty), mask=inside)
-    place = gain_parts + tl.program_id(0) * WIDTH + tl.arange(0, BLOCK)
-    tl.store(place, tl.sum(part, axis=0), mask=tl.arange(0, BLOCK) < WIDTH)
+    tl.store(gain_parts + tl.program_id(0) * WIDTH + column, part, mask=inside)
+
+
+@triton.jit
+def _sum_columns(  # type: ignore[no-untyped-def]
+    parts, total, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < WIDTH)[None, :]
+        sums += tl.load(parts + row * WIDTH + column[None, :], mask=inside, other=0.0)
+    sums = tl.sum(sums, axis=0).to(total.dtype.element_ty)
+    tl.store(total + column, sums, mask=column < WIDTH)
+
+
+def _warps(width: int) -> int:
+    return min(16, max(1, triton.next_power_of_2(width) // 256))
 
 
 def add_norm_forward(
@@ -95,13 +110,12 @@ def _forward(
     x: Tensor, delta: Tensor | None, gain: Tensor, y: Tensor, n: Tensor, eps: float
 ) -> None:
     width = x.shape[-1]
-    block = triton.next_power_of_2(width)
     _add_and_norm[(x.numel() // width,)](
         *(x, x if delta is None else delta, gain, y, n, eps),
         WIDTH=width,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(width),
         ADD=delta is not None,
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=_warps(width),
     )
 
 
@@ -119,20 +133,23 @@ def _backward(
 ) -> Tensor:
     """Write the gradient of y, also into `low` if that is not empty; return the gain's."""
     width = y.shape[-1]
-    rows, block = y.numel() // width, triton.next_power_of_2(width)
-    at_once = max(1, ELEMENTS // block)
-    programs = max(1, min(triton.cdiv(rows, at_once), PROGRAMS))
+    rows = y.numel() // width
+    programs = max(1, min(rows, PROGRAMS))
     parts = torch.empty(programs, width, dtype=torch.float32, device=y.device)
     _norm_and_add_back[(programs,)](
         *(y, gain, y if dy is None else dy, dn.contiguous(), dx, low, parts, rows, eps),
         WIDTH=width,
-        BLOCK=block,
-        ROWS=at_once,
+        BLOCK=triton.next_power_of_2(width),
         ADD=dy is not None,
         LOW=low.numel() > 0,
-        num_warps=WARPS,
+        num_warps=_warps(width),
     )
-    return parts.sum(dim=0).to(gain.dtype)
+    of_gain = torch.empty_like(gain)
+    columns = 16  # 64 bytes of a row
+    _sum_columns[(triton.cdiv(width, columns),)](
+        parts, of_gain, programs, WIDTH=width, ROWS=128, COLUMNS=columns, num_warps=8
+    )
+    return of_gain
 
 
 class Norm(torch.autograd.Function):

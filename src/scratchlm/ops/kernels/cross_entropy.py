@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 8192, 8
 LANE = 8  # neighbours in a row that one thread reads at once
 TYPES = (torch.bfloat16, torch.float32)  # their range is wide enough for exp(x − r)
 RISE = tl.constexpr(40.0)
@@ -60,9 +60,13 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # read before somebody writes there
     reference = tl.full((), _LOWEST, tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)  # each thread its own; they meet at the end
+    column = tl.arange(0, BLOCK)
+    coming = tl.load(start + column, mask=column < vocab, other=float("-inf"))
     for first in range(0, stride, BLOCK):
+        x = coming.to(tl.float32)
         column = first + tl.arange(0, BLOCK)
-        x = tl.load(start + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        later = column + BLOCK  # asked for before this one's maximum is waited for
+        coming = tl.load(start + later, mask=later < vocab, other=float("-inf"))
         top = tl.max(x, axis=0)
         if (first == 0) | (top > reference + RISE):
             higher = tl.maximum(top, _LOWEST)
