@@ -11,7 +11,14 @@ import torch
 
 from scratchlm.ops import CausalMask, reference
 from scratchlm.ops.kernels import decode, decode_attention
-from scratchlm.ops.kernels.tiles import choose_spread, choose_tile, power_of_two
+from scratchlm.ops.kernels.tiles import (
+    MAX_ROWS,
+    MAX_SHARES,
+    Spread,
+    choose_spread,
+    choose_tile,
+    power_of_two,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -85,7 +92,7 @@ def test_project_add_adds_the_map_to_the_stream(dtype, rows, tiles, biased):
     bias = draw(10, dtype=dtype) if biased else None
     y = torch.full((rows, 10), math.nan, device=DEVICE)
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, v, w, bias, y, 10, K, rows, 4, power_of_two(K), tiles, False)
+        *(x, v, None, w, bias, y, 10, K, 1, 1, rows, 4, power_of_two(K), tiles, False)
     )
     product = reference.linear(v.double(), w.double(), None if bias is None else bias.double())
     assert relative_error(y, x.double() + product) < TOLERANCE[torch.float32]
@@ -111,6 +118,7 @@ CASES = {  # heads, kv_heads, d, keys at a time, splits, window, qk_norm, rope
     "grouped, normed, split": (4, 2, 6, 4, 3, 0, True, decode_attention.HALF),
     "window": (2, 1, 10, 4, 1, 5, False, decode_attention.INTERLEAVED),
     "window, split": (2, 1, 10, 2, 5, 7, True, decode_attention.HALF),
+    "split, all held at once": (2, 1, 8, 8, 3, 0, False, decode_attention.HALF),
 }
 
 
@@ -133,7 +141,7 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     for _ in range(2):  # tickets must stand at zero again, and a second run find the same
         decode_attention.attend[(heads, splits, rows)](
             *(q, k, v, q_gain, k_gain, cos, sin, keys, values, device_lengths),
-            *(partial, tickets, out, capacity, heads, kv_heads, d, power_of_two(d), block),
+            *(partial, tickets, out, None, capacity, heads, kv_heads, d, power_of_two(d), block),
             *(splits, power_of_two(splits), 1e-6, qk_norm, rope, window, d**-0.5, False),
         )
     assert not tickets.any()
@@ -149,6 +157,37 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     # The interpreter cuts bfloat16 off where a GPU rounds.
     torch.testing.assert_close(keys.double(), expected_keys, atol=1e-6, rtol=TOLERANCE[dtype])
     torch.testing.assert_close(values.double(), expected_values, atol=0, rtol=TOLERANCE[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize(("splits", "block", "tiles"), [(2, 16, 1), (3, 8, 2), (4, 2, 1)])
+def test_shares_of_attention_are_added_up_by_the_projection_that_reads_them(
+    dtype, splits, block, tiles
+):
+    heads, d, capacity, lengths = 3, 8, 21, [0, 1, 20]  # the first two leave shares empty
+    rows = len(lengths)
+    q, k, v = (4 * draw(rows, heads, d) for _ in range(3))  # scores far from each other
+    keys, values = (draw(rows, heads, capacity, d, dtype=dtype) for _ in range(2))
+    x, w = draw(rows, 10), draw(10, heads * d, dtype=dtype)
+    shares = torch.full((splits, rows, heads, d), math.nan, device=DEVICE).to(dtype)
+    sums = torch.full((splits, rows, heads), math.nan, device=DEVICE)
+    y = torch.full((rows, 10), math.nan, device=DEVICE)
+    no_rope = decode_attention.NO_ROPE
+    decode_attention.attend[(heads, splits, rows)](
+        *(q, k, v, None, None, None, None, keys, values, torch.tensor(lengths, device=DEVICE)),
+        *(None, None, shares, sums, capacity, heads, heads, d, d, block),
+        *(splits, power_of_two(splits), 1e-6, False, no_rope, 0, d**-0.5, False),
+    )
+    decode.project_add[(-(-10 // (4 * tiles)),)](
+        *(x, shares, sums, w, None, y, 10, heads * d, d, splits),
+        *(rows, 4, power_of_two(heads * d), tiles, False),
+    )
+    for row, length in enumerate(lengths):
+        every = (kept[row : row + 1, :, : length + 1].double() for kept in (keys, values))
+        query = q[row].double()[None, :, None]
+        mixed = reference.attention(query, *every, CausalMask(start=length))
+        added = reference.linear(mixed[0, :, 0].reshape(-1), w.double(), None)
+        assert relative_error(y[row], x[row].double() + added) < 3 * TOLERANCE[dtype]
 
 
 def test_embedding_adds_positions_and_marks_unknown_ids():
@@ -193,6 +232,24 @@ def test_the_rules_give_what_the_kernels_can_take():
         spread = choose_spread(capacity, 16, 1, 128)
         assert spread.keys == power_of_two(spread.keys)
         assert 1 <= spread.splits <= 64
+
+
+@pytest.mark.parametrize(("heads", "d_head"), [(25, 64), (16, 64), (16, 128)])
+@pytest.mark.parametrize("capacity", [17, 256, 257, 320, 512])
+def test_one_row_holds_all_its_keys_at_once_in_programs_that_start_early(capacity, heads, d_head):
+    spread = choose_spread(capacity, heads, 1, d_head)
+    assert spread.keys * spread.splits >= capacity
+    assert spread.shares(1, d_head) == spread.splits  # nobody draws a ticket
+    # keys and values in half of the registers, the rest to compute; few warps fit beside others'
+    assert 2 * spread.keys * d_head <= 128 * 32 * spread.warps
+    assert spread.warps <= 4
+
+
+def test_only_few_shares_of_whole_powers_of_two_are_left_to_the_projection():
+    assert Spread(64, 4, 5).shares(rows=MAX_ROWS, d_head=64) == 5
+    assert Spread(64, 4, 5).shares(rows=MAX_ROWS + 1, d_head=64) == 1
+    assert Spread(64, 4, 5).shares(rows=1, d_head=80) == 1
+    assert Spread(64, 4, MAX_SHARES + 1).shares(rows=1, d_head=64) == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])

@@ -36,9 +36,15 @@ from scratchlm.model.layers import (
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.ops import OPS
-from scratchlm.ops.kernels.tiles import Spread, Tile, choose_spread, choose_tile, power_of_two
+from scratchlm.ops.kernels.tiles import (
+    MAX_ROWS,
+    Spread,
+    Tile,
+    choose_spread,
+    choose_tile,
+    power_of_two,
+)
 
-MAX_ROWS = 4
 GREEDY_PARTS = 32  # programs per row that look for the greatest logit
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,10 +107,12 @@ class FusedStep:
         self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        self.a = torch.zeros(rows, config.num_heads * config.d_head, **own)
+        self.shares = shares = spread.shares(rows, config.d_head)
+        self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
+        self.sums = torch.zeros(shares, rows, config.num_heads, **wide) if shares > 1 else None
         self.u = torch.zeros(rows, config.d_ff, **own)
-        shares = rows * config.num_heads * self.spread.splits * (config.d_head + 2)
-        self.partial = torch.zeros(shares, **wide)
+        partial = rows * config.num_heads * spread.splits * (config.d_head + 2)
+        self.partial = torch.zeros(partial, **wide) if shares < spread.splits else None
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
@@ -195,7 +203,7 @@ class FusedStep:
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
         self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
         self._attend(attn, self.q, self.k, self.v)
-        self._project_add("out", x, self.a, attn.output_proj, y)
+        self._project_add("out", x, self.a, attn.output_proj, y, self.sums)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
 
@@ -240,14 +248,23 @@ class FusedStep:
             warps=tile.warps,
         )
 
-    def _project_add(self, kernel: str, x: Tensor, v: Tensor, linear: Linear, y: Tensor) -> None:
+    def _project_add(
+        self,
+        kernel: str,
+        x: Tensor,
+        v: Tensor,
+        linear: Linear,
+        y: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, linear.weight, linear.bias, y),
-            *(rows, width, self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
+            *(x, v, sums, linear.weight, linear.bias, y),
+            *(rows, width, self.model.config.d_head, 1 if sums is None else self.shares),
+            *(self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,
         )
 
@@ -292,7 +309,7 @@ class FusedStep:
             None if rope is None else rope.cos,
             None if rope is None else rope.sin,
             *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
-            *(self.partial, self.tickets, self.a),
+            *(self.partial, self.tickets, self.a, self.sums),
             *(cache.capacity, attn.num_heads, attn.num_kv_heads),
             *(attn.d_head, power_of_two(attn.d_head), spread.keys),
             *(spread.splits, power_of_two(spread.splits)),

@@ -268,21 +268,57 @@ def norm_gate(
 
 
 @triton.jit
+def _added_up(
+    means,
+    sums,
+    row,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return Σ a_i exp(s_i) / Σ exp(s_i), head by head: attention out of its shares."""
+    head = tl.arange(0, BLOCK_K // D)
+    there = head < K // D
+    place = head[:, None] * D + tl.arange(0, D)[None, :]
+    top = tl.full((BLOCK_K // D,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_K // D,), tl.float32)
+    mixed = tl.zeros((BLOCK_K // D, D), tl.float32)
+    for share in tl.static_range(SHARES):
+        before = share * ROWS + row
+        score = tl.load(sums + before * (K // D) + head, mask=there, other=-1e30)
+        mean = tl.load(means + before * K + place, mask=there[:, None], other=0.0)
+        new_top = tl.maximum(top, score)
+        fade, weight = tl.exp(top - new_top), tl.exp(score - new_top)
+        mixed = mixed * fade[:, None] + mean.to(tl.float32) * weight[:, None]
+        total = total * fade + weight
+        top = new_top
+    return tl.reshape(mixed / total[:, None], (BLOCK_K,))
+
+
+@triton.jit
 def project_add(
     x,
     vector,
+    sums,
     w,
     bias,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
+    D: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read."""
+    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read.
+
+    With `sums` (SHARES, ROWS, heads), v is what `attend` left in shares (SHARES, ROWS, heads, D).
+    """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     weights = _weights(w, first, N, K, BLOCK_N, BLOCK_K)
@@ -294,7 +330,10 @@ def project_add(
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
             if ROWS > 1 or tile == 0:
-                v = _vector(vector + row * K, K, BLOCK_K)
+                if sums is None:
+                    v = _vector(vector + row * K, K, BLOCK_K)
+                else:
+                    v = _added_up(vector, sums, row, K, D, SHARES, ROWS, BLOCK_K)
             out = before + _product(weights, v)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
