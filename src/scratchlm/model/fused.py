@@ -115,9 +115,11 @@ class FusedStep:
         self.partial = torch.zeros(partial, **wide) if shares < spread.splits else None
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
+        # These need triton: only here.
+        from scratchlm.ops.kernels import decode, decode_attention, decode_choice
 
         self.kernels, self.attention = decode, decode_attention
+        self.greatest = decode_choice.greatest
         self.interpreted = not isinstance(decode.gate, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
@@ -170,7 +172,7 @@ class FusedStep:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.kernels.greatest,
+            self.greatest,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
