@@ -16,6 +16,7 @@ from scratchlm.ops.kernels.tiles import Spread, Tile, choose_tile, power_of_two
 
 # Enough layers that the caches of the chip do not hold their weights.
 TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}
+TUNED_CAPACITY = 320
 REPLAYS = 20
 
 
@@ -57,7 +58,7 @@ def check(shapes: dict[str, ModelConfig]) -> None:
     from decode import build
 
     ways = ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False})
-    ways += ({"spread": Spread(32, 4, 3)},)
+    ways += ({"spread": Spread(32, 4, 3)}, {"spread": Spread(16, 1, 9)})
     for name, config in shapes.items():
         for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             model = build(config.replace(num_layers=2)).to(dtype)
@@ -159,7 +160,11 @@ def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]
             4 * kv * length,
         ),
         "out, add": (
-            each(lambda layer: step._project_add("out", x, step.a, layer.attn.output_proj, y)),
+            each(
+                lambda layer: step._project_add(
+                    "out", x, step.a, layer.attn.output_proj, y, step.sums
+                )
+            ),
             many,
             2 * heads * d,
         ),
@@ -195,13 +200,14 @@ def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
 
 
 def spreads(config: ModelConfig) -> list[Spread]:
+    """Programs that together hold all keys at once, and one that takes block after block."""
     widest = 8192 // power_of_two(config.d_head)
     return [
         Spread(keys, warps, splits)
-        for splits in (1, 2, 4, 8)
-        for keys in (32, 64, 128, 256)
-        for warps in (1, 2, 4, 8)
-        if keys <= 2 * widest and 128 <= keys * splits <= 512 and keys // warps in (16, 32)
+        for keys in (32, 64, 128, 256, 512)
+        for warps in (1, 2, 4, 8, 16)
+        for splits in sorted({1, -(-TUNED_CAPACITY // keys)})
+        if keys <= 4 * widest and keys // warps in (16, 32)
     ]
 
 
@@ -233,7 +239,7 @@ def _tune_one(
     }
     best = {kernel: choose_tile(kernel, *size, 2) for kernel, size in sizes.items()}
     spread: Spread | None = None
-    cache = model.new_cache(1, 320)
+    cache = model.new_cache(1, TUNED_CAPACITY)
 
     def measured(tiles: dict[str, Tile], spread: Spread | None) -> float:
         try:
@@ -250,7 +256,8 @@ def _tune_one(
 
     def compile_ahead(tiles: dict[str, Tile], spread: Spread | None) -> None:
         if time.perf_counter() < deadline:
-            FusedStep(model, model.new_cache(1, 320), pdl=True, tiles=tiles, spread=spread).run()
+            cache = model.new_cache(1, TUNED_CAPACITY)
+            FusedStep(model, cache, pdl=True, tiles=tiles, spread=spread).run()
 
     time_now = first = measured(best, spread)
     print(f"{name}, {layers} layers: {1e6 * first:.0f} us by the rule", flush=True)
@@ -282,7 +289,7 @@ def _tune_one(
     return [
         f'    ("{kernel}", {rows}, {width}, 2): Tile{tuple(best[kernel])},'
         for kernel, (rows, width) in sizes.items()
-    ] + [f"    # MEASURED_SPREADS, {name}, d_head {config.d_head}: {spread}"]
+    ] + [f"    # the spread for {name}, d_head {config.d_head}: {spread}"]
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:

@@ -54,7 +54,7 @@ def main(family: str) -> None:
     model = build(config, dtype=torch.bfloat16)
     tiles = {"gate": Tile(2, 4, 2), "qkv": Tile(8, 4), "out": Tile(2, 4, 2)}
     with torch.inference_mode():
-        for rows, spread in ((1, None), (2, Spread(16, 4, 3)), (6, None)):
+        for rows, spread in ((1, None), (2, Spread(16, 4, 3)), (6, Spread(16, 4, 3))):
             cache = model.new_cache(rows, 16)
             Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
     for (name, _), (kernel, args, warps) in launches.items():

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from scratchlm.ops import CausalMask, reference
-from scratchlm.ops.kernels import decode, decode_attention
-from scratchlm.ops.kernels.tiles import choose_spread, choose_tile, power_of_two
+from scratchlm.ops.kernels import decode, decode_attention, decode_choice
+from scratchlm.ops.kernels.tiles import (
+    MAX_ROWS,
+    MAX_SHARES,
+    Spread,
+    choose_spread,
+    choose_tile,
+    power_of_two,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -49,8 +56,25 @@ def test_three_maps_of_the_norm_in_one_kernel(dtype, kind, rows, tiles, biased):
     blocks = sum(-(-n // block) for n in sizes)
     given_shift = shift if kind == decode.LAYER_NORM else None
     decode.norm_project[(-(-blocks // tiles),)](
-        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs, lengths),
-        *(*sizes, K, 1e-5, kind, biased, rows, block, power_of_two(K), tiles, False),
+        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs),
+        *(
+            None,
+            None,
+            None,
+            lengths,
+            0,
+            True,
+            *sizes,
+            K,
+            1e-5,
+            kind,
+            biased,
+            rows,
+            block,
+            power_of_two(K),
+            tiles,
+            False,
+        ),
     )
     h = normed(kind, x, gain, shift)
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
@@ -85,7 +109,7 @@ def test_project_add_adds_the_map_to_the_stream(dtype, rows, tiles, biased):
     bias = draw(10, dtype=dtype) if biased else None
     y = torch.full((rows, 10), math.nan, device=DEVICE)
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, v, w, bias, y, 10, K, rows, 4, power_of_two(K), tiles, False)
+        *(x, v, None, w, bias, y, 10, K, 1, 1, rows, 4, power_of_two(K), tiles, False)
     )
     product = reference.linear(v.double(), w.double(), None if bias is None else bias.double())
     assert relative_error(y, x.double() + product) < TOLERANCE[torch.float32]
@@ -111,6 +135,7 @@ CASES = {  # heads, kv_heads, d, keys at a time, splits, window, qk_norm, rope
     "grouped, normed, split": (4, 2, 6, 4, 3, 0, True, decode_attention.HALF),
     "window": (2, 1, 10, 4, 1, 5, False, decode_attention.INTERLEAVED),
     "window, split": (2, 1, 10, 2, 5, 7, True, decode_attention.HALF),
+    "split, all held at once": (2, 1, 8, 8, 3, 0, False, decode_attention.HALF),
 }
 
 
@@ -133,7 +158,7 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     for _ in range(2):  # tickets must stand at zero again, and a second run find the same
         decode_attention.attend[(heads, splits, rows)](
             *(q, k, v, q_gain, k_gain, cos, sin, keys, values, device_lengths),
-            *(partial, tickets, out, capacity, heads, kv_heads, d, power_of_two(d), block),
+            *(partial, tickets, out, None, capacity, heads, kv_heads, d, power_of_two(d), block),
             *(splits, power_of_two(splits), 1e-6, qk_norm, rope, window, d**-0.5, False),
         )
     assert not tickets.any()
@@ -151,20 +176,93 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     torch.testing.assert_close(values.double(), expected_values, atol=0, rtol=TOLERANCE[dtype])
 
 
-def test_embedding_adds_positions_and_marks_unknown_ids():
-    table, positions = draw(7, K), draw(9, K)
-    ids, lengths = torch.tensor([6, 7, -1, 0]).to(DEVICE), torch.tensor([8, 0, 0, 2]).to(DEVICE)
-    x = torch.zeros(4, K, device=DEVICE)
-    decode.embed[(4, 2)](ids, table, positions, lengths, x, 7, K, 16, False)
-    torch.testing.assert_close(x[0], table[6] + positions[8])
-    torch.testing.assert_close(x[3], table[0] + positions[2])
-    assert x[1:3].isnan().all()
+@dtypes
+@pytest.mark.parametrize(("splits", "block", "tiles"), [(2, 16, 1), (3, 8, 2), (4, 2, 1)])
+def test_shares_of_attention_are_added_up_by_the_projection_that_reads_them(
+    dtype, splits, block, tiles
+):
+    heads, d, capacity, lengths = 3, 8, 21, [0, 1, 20]  # the first two leave shares empty
+    rows = len(lengths)
+    q, k, v = (4 * draw(rows, heads, d) for _ in range(3))  # scores far from each other
+    keys, values = (draw(rows, heads, capacity, d, dtype=dtype) for _ in range(2))
+    x, w = draw(rows, 10), draw(10, heads * d, dtype=dtype)
+    shares = torch.full((splits, rows, heads, d), math.nan, device=DEVICE).to(dtype)
+    sums = torch.full((splits, rows, heads), math.nan, device=DEVICE)
+    y = torch.full((rows, 10), math.nan, device=DEVICE)
+    no_rope = decode_attention.NO_ROPE
+    decode_attention.attend[(heads, splits, rows)](
+        *(q, k, v, None, None, None, None, keys, values, torch.tensor(lengths, device=DEVICE)),
+        *(None, None, shares, sums, capacity, heads, heads, d, d, block),
+        *(splits, power_of_two(splits), 1e-6, False, no_rope, 0, d**-0.5, False),
+    )
+    decode.project_add[(-(-10 // (4 * tiles)),)](
+        *(x, shares, sums, w, None, y, 10, heads * d, d, splits),
+        *(rows, 4, power_of_two(heads * d), tiles, False),
+    )
+    for row, length in enumerate(lengths):
+        every = (kept[row : row + 1, :, : length + 1].double() for kept in (keys, values))
+        query = q[row].double()[None, :, None]
+        mixed = reference.attention(query, *every, CausalMask(start=length))
+        added = reference.linear(mixed[0, :, 0].reshape(-1), w.double(), None)
+        assert relative_error(y[row], x[row].double() + added) < 3 * TOLERANCE[dtype]
+
+
+EMBEDDED = {"ids": [6, 0, 7], "lengths": [8, 2, 5]}  # the last id is unknown
+
+
+def embedded(positions, table):
+    """Return E[id] (+ P[length]) of the known ids in float64."""
+    expected = table[EMBEDDED["ids"][:2]].double()
+    if positions is not None:
+        expected = expected + positions[EMBEDDED["lengths"][:2]].double()
+    return expected
+
+
+@dtypes
+@pytest.mark.parametrize("with_positions", [False, True])
+@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (1, 3), (3, 2)])
+def test_the_first_kernel_of_a_step_embeds_and_leaves_the_stream(
+    dtype, with_positions, rows, tiles
+):
+    table, w = draw(7, K, dtype=dtype), draw(9, K, dtype=dtype)
+    positions = draw(9, K, dtype=dtype) if with_positions else None
+    ids, lengths = (torch.tensor(EMBEDDED[key][:rows]).to(DEVICE) for key in ("ids", "lengths"))
+    x, y = (torch.full((rows, n), 5.0, device=DEVICE) for n in (K, 9))
+    decode.norm_project[(-(-9 // (4 * tiles)),)](
+        *(x, None, None, w, None, None, None, None, None, y, None, None),
+        *(ids, table, positions, lengths, 7, False, 9, 0, 0, K, 0.0, decode.NO_NORM),
+        *(False, rows, 4, power_of_two(K), tiles, False),
+    )
+    expected = embedded(positions, table)[:rows]
+    assert relative_error(x[:2], expected) < TOLERANCE[torch.float32]
+    product = reference.linear(expected, w.double(), None)
+    assert relative_error(y[:2], product) < TOLERANCE[torch.float32]
+    assert x[2:].isnan().all()
+    assert y[2:].isnan().all()
+    assert lengths.tolist() == EMBEDDED["lengths"][:rows]
+
+
+def test_add_norm_embeds_where_a_step_begins():
+    table, positions, gain = draw(7, K), draw(9, K), draw(K)
+    ids, lengths = (torch.tensor(EMBEDDED[key]).to(DEVICE) for key in ("ids", "lengths"))
+    x, h = torch.zeros(3, K, device=DEVICE), torch.zeros(3, K, device=DEVICE)
+    decode.add_norm[(3,)](
+        *(x, None, gain, None, h, ids, table, positions, lengths, 7),
+        *(K, 1e-5, decode.RMS_NORM, power_of_two(K)),
+    )
+    expected = embedded(positions, table)
+    assert relative_error(x[:2], expected) < TOLERANCE[torch.float32]
+    assert relative_error(h[:2], normed(decode.RMS_NORM, expected, gain, None)) < 2e-6
+    assert x[2].isnan().all()
 
 
 def test_add_norm_moves_the_stream_on_and_norms_it():
     x, delta, gain = draw(3, K), draw(3, K), draw(K)
     expected, h = x.double() + delta.double(), torch.zeros(3, K, device=DEVICE)
-    decode.add_norm[(3,)](x, delta, gain, None, h, K, 1e-5, decode.RMS_NORM, power_of_two(K))
+    decode.add_norm[(3,)](
+        *(x, delta, gain, None, h, None, None, None, None, 0),
+        *(K, 1e-5, decode.RMS_NORM, power_of_two(K)),
+    )
     assert relative_error(x, expected) < TOLERANCE[torch.float32]
     assert relative_error(h, normed(decode.RMS_NORM, expected, gain, None)) < 2e-6
 
@@ -179,7 +277,7 @@ def test_the_greatest_logit_is_found_and_the_first_among_equals():
     best = torch.zeros(3 * 4 * 2, device=DEVICE)
     tickets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        decode.greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
+        decode_choice.greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
         assert ids.tolist() == [13, 44, 17]
 
 
@@ -195,8 +293,26 @@ def test_the_rules_give_what_the_kernels_can_take():
         assert 1 <= spread.splits <= 64
 
 
+@pytest.mark.parametrize(("heads", "d_head"), [(25, 64), (16, 64), (16, 128)])
+@pytest.mark.parametrize("capacity", [17, 256, 257, 320, 512])
+def test_one_row_holds_all_its_keys_at_once_in_programs_that_start_early(capacity, heads, d_head):
+    spread = choose_spread(capacity, heads, 1, d_head)
+    assert spread.keys * spread.splits >= capacity
+    assert spread.shares(1, d_head) == spread.splits  # nobody draws a ticket
+    # keys and values in half of the registers, the rest to compute; few warps fit beside others'
+    assert 2 * spread.keys * d_head <= 128 * 32 * spread.warps
+    assert spread.warps <= 4
+
+
+def test_only_few_shares_of_whole_powers_of_two_are_left_to_the_projection():
+    assert Spread(64, 4, 5).shares(rows=MAX_ROWS, d_head=64) == 5
+    assert Spread(64, 4, 5).shares(rows=MAX_ROWS + 1, d_head=64) == 1
+    assert Spread(64, 4, 5).shares(rows=1, d_head=80) == 1
+    assert Spread(64, 4, MAX_SHARES + 1).shares(rows=1, d_head=64) == 1
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
-def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
+def test_everything_compiles_and_asks_for_weights_and_keys_before_it_waits(family):
     program = Path(__file__).with_name("compile_decode.py")
     paths = os.pathsep.join(sys.path)
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
@@ -205,7 +321,7 @@ def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
+    assert {name for name, _, _ in found} >= {"norm_project", "attend", "greatest", "add_norm"}
     for name, early, _ in found:
-        if name in ("norm_project", "norm_gate", "project_add"):
+        if name in ("norm_project", "norm_gate", "project_add", "attend"):
             assert int(early) >= 2, found

@@ -36,9 +36,15 @@ from scratchlm.model.layers import (
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.ops import OPS
-from scratchlm.ops.kernels.tiles import Spread, Tile, choose_spread, choose_tile, power_of_two
+from scratchlm.ops.kernels.tiles import (
+    MAX_ROWS,
+    Spread,
+    Tile,
+    choose_spread,
+    choose_tile,
+    power_of_two,
+)
 
-MAX_ROWS = 4
 GREEDY_PARTS = 32  # programs per row that look for the greatest logit
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,24 +107,27 @@ class FusedStep:
         self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        self.a = torch.zeros(rows, config.num_heads * config.d_head, **own)
+        self.shares = shares = spread.shares(rows, config.d_head)
+        self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
+        self.sums = torch.zeros(shares, rows, config.num_heads, **wide) if shares > 1 else None
         self.u = torch.zeros(rows, config.d_ff, **own)
-        shares = rows * config.num_heads * self.spread.splits * (config.d_head + 2)
-        self.partial = torch.zeros(shares, **wide)
+        partial = rows * config.num_heads * spread.splits * (config.d_head + 2)
+        self.partial = torch.zeros(partial, **wide) if shares < spread.splits else None
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
+        # These need triton: only here.
+        from scratchlm.ops.kernels import decode, decode_attention, decode_choice
 
         self.kernels, self.attention = decode, decode_attention
-        self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
+        self.greatest = decode_choice.greatest
+        self.interpreted = not isinstance(decode.gate, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
     def run(self) -> None:
         """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
-        self._embed()
         if self.few:
-            for layer in self.layers:
-                self._few(layer)
+            for i, layer in enumerate(self.layers):
+                self._few(layer, first=i == 0)
             self._project_few(
                 "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
             )
@@ -148,34 +157,22 @@ class FusedStep:
             options = {"num_warps": warps, "launch_pdl": self.pdl and not first}
         kernel[grid](*args, **options)
 
-    def _embed(self) -> None:
-        config, positions = self.model.config, self.model.position_embeddings
-        table: Tensor | None = None
+    def _source(self, first: bool) -> tuple[Tensor | None, ...]:
+        """Return ids and tables for the first kernel of a step, which embeds."""
+        if not first:
+            return (None, None, None)
+        positions, table = self.model.position_embeddings, None
         if isinstance(positions, SinusoidalPositions):
             table = positions.table
         elif positions is not None:
             table = positions.weight
-        block = min(1024, power_of_two(config.d_model))
-        self._launch(
-            self.kernels.embed,
-            (self.rows, -(-config.d_model // block)),
-            self.ids,
-            self.model.token_embeddings.weight,
-            table,
-            self.lengths,
-            self.x[0],
-            config.vocab_size,
-            config.d_model,
-            block,
-            self.pdl,
-            first=True,
-        )
+        return (self.ids, self.model.token_embeddings.weight, table)
 
     def _choose_greatest(self) -> None:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.kernels.greatest,
+            self.greatest,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
@@ -190,12 +187,13 @@ class FusedStep:
 
     # Up to MAX_ROWS rows: matrix times vector
 
-    def _few(self, layer: Any) -> None:
+    def _few(self, layer: Any, first: bool) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
-        self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
+        outputs = [self.q, self.k, self.v]
+        self._project_few("qkv", x, layer.ln1, projections, outputs, first=first)
         self._attend(attn, self.q, self.k, self.v)
-        self._project_add("out", x, self.a, attn.output_proj, y)
+        self._project_add("out", x, self.a, attn.output_proj, y, self.sums)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
 
@@ -210,6 +208,8 @@ class FusedStep:
         norm: nn.Module,
         linears: Sequence[Embedding | Linear],
         outputs: list[Tensor],
+        *,
+        first: bool = False,
         advance: bool = False,
     ) -> None:
         weights = [linear.weight for linear in linears]
@@ -226,7 +226,7 @@ class FusedStep:
             *(*weights, *[None] * absent),
             *(*biases, *[None] * absent),
             *(*outputs, *[None] * absent),
-            self.lengths if advance else None,
+            *(*self._source(first), self.lengths, self.model.config.vocab_size, advance),
             *(sizes + [0] * absent),
             width,
             eps,
@@ -238,16 +238,26 @@ class FusedStep:
             tile.tiles,
             self.pdl,
             warps=tile.warps,
+            first=first,
         )
 
-    def _project_add(self, kernel: str, x: Tensor, v: Tensor, linear: Linear, y: Tensor) -> None:
+    def _project_add(
+        self,
+        kernel: str,
+        x: Tensor,
+        v: Tensor,
+        linear: Linear,
+        y: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, linear.weight, linear.bias, y),
-            *(rows, width, self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
+            *(x, v, sums, linear.weight, linear.bias, y),
+            *(rows, width, self.model.config.d_head, 1 if sums is None else self.shares),
+            *(self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,
         )
 
@@ -292,7 +302,7 @@ class FusedStep:
             None if rope is None else rope.cos,
             None if rope is None else rope.sin,
             *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
-            *(self.partial, self.tickets, self.a),
+            *(self.partial, self.tickets, self.a, self.sums),
             *(cache.capacity, attn.num_heads, attn.num_kv_heads),
             *(attn.d_head, power_of_two(attn.d_head), spread.keys),
             *(spread.splits, power_of_two(spread.splits)),
@@ -334,6 +344,7 @@ class FusedStep:
             self.kernels.add_norm,
             (self.rows,),
             *(self.x[0], delta, gain, shift, self.h),
+            *(*self._source(delta is None), self.lengths, self.model.config.vocab_size),
             *(width, eps, kind, power_of_two(width)),
         )
         return self.h

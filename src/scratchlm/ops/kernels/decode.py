@@ -14,6 +14,8 @@ their whole width. It asks for its block of weights first, which depends on noth
 next kernel start, then waits for the kernel before it (programmatic dependent launch, `PDL`), and
 only then reads the vector. So the memory is busy while one kernel drains and the next one fills.
 
+The first kernel of a step takes its x straight from the embedding table, and writes it down.
+
 A program may own several blocks (`TILES`); the next block's loads are issued before the present
 one is multiplied. `ROWS` vectors are multiplied by the same block. Sums are in float32.
 
@@ -103,29 +105,31 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def embed(
+def _stream(
+    x,
     ids,
     table,
     positions,
     lengths,
-    x,
+    row,
     VOCAB: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """x = E[id] (+ P[length]); an id outside the table gives NaN, as in `Transformer._embed`."""
-    row = tl.program_id(0)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    _ready(PDL)
-    token = tl.load(ids + row).to(tl.int64)
-    known = (token >= 0) & (token < VOCAB)
-    y = tl.load(table + tl.where(known, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
-    if positions is not None:
-        place = tl.load(lengths + row).to(tl.int64)
-        y += tl.load(positions + place * K + k, mask=k < K, other=0.0).to(tl.float32)
-    y = tl.where(known, y, float("nan"))
-    tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
+    """Load a row of x; with `ids`, where a step begins, E[id] (+ P[length]) instead.
+
+    An id outside the table gives NaN, as in `Transformer._embed`.
+    """
+    if ids is None:
+        y = _vector(x + row * K, K, BLOCK_K)
+    else:
+        token = tl.load(ids + row).to(tl.int64)
+        known = (token >= 0) & (token < VOCAB)
+        y = _vector(table + tl.where(known, token, 0) * K, K, BLOCK_K)
+        if positions is not None:
+            y += _vector(positions + tl.load(lengths + row).to(tl.int64) * K, K, BLOCK_K)
+        y = tl.where(known, y, float("nan"))
+    return y
 
 
 @triton.jit
@@ -142,7 +146,12 @@ def norm_project(
     y0,
     y1,
     y2,
+    ids,
+    table,
+    positions,
     lengths,
+    VOCAB: tl.constexpr,
+    ADVANCE: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -156,7 +165,11 @@ def norm_project(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more."""
+    """y_i = W_i norm(x) (+ b_i) for up to three matrices; ADVANCE: count one token more.
+
+    With `ids`, x is their embeddings, and written for those who add to it. That is the first kernel
+    of a step: it is not started early and waits for nobody.
+    """
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
@@ -164,6 +177,8 @@ def norm_project(
     first, N, matrix = _choose(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     weights = _weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
+    if ids is not None and ROWS == 1:  # the row travels beside the weights
+        u = _stream(x, ids, table, positions, lengths, 0, VOCAB, K, BLOCK_K)
     _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
@@ -174,7 +189,12 @@ def norm_project(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
+                if ids is None or ROWS > 1:
+                    u = _stream(x, ids, table, positions, lengths, row, VOCAB, K, BLOCK_K)
+                if ids is not None and tile == 0:
+                    k = tl.arange(0, BLOCK_K)
+                    tl.store(x + row * K + k, u, mask=(k < K) & (tl.program_id(0) == 0))
+                v, scale = _centre(u, g, b, K, EPS, NORM)
             out = _product(weights, v) * scale
             if BIAS:
                 _, _, bias = _choose(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
@@ -183,7 +203,7 @@ def norm_project(
         if tile + 1 < TILES:
             weights = coming
             block = ahead
-    if lengths is not None:
+    if ADVANCE:
         row = tl.arange(0, triton.next_power_of_2(ROWS))
         mine = (row < ROWS) & (tl.program_id(0) == 0)
         tl.store(lengths + row, tl.load(lengths + row, mask=mine, other=0) + 1, mask=mine)
@@ -268,21 +288,57 @@ def norm_gate(
 
 
 @triton.jit
+def _added_up(
+    means,
+    sums,
+    row,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return Σ a_i exp(s_i) / Σ exp(s_i), head by head: attention out of its shares."""
+    head = tl.arange(0, BLOCK_K // D)
+    there = head < K // D
+    place = head[:, None] * D + tl.arange(0, D)[None, :]
+    top = tl.full((BLOCK_K // D,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_K // D,), tl.float32)
+    mixed = tl.zeros((BLOCK_K // D, D), tl.float32)
+    for share in tl.static_range(SHARES):
+        before = share * ROWS + row
+        score = tl.load(sums + before * (K // D) + head, mask=there, other=-1e30)
+        mean = tl.load(means + before * K + place, mask=there[:, None], other=0.0)
+        new_top = tl.maximum(top, score)
+        fade, weight = tl.exp(top - new_top), tl.exp(score - new_top)
+        mixed = mixed * fade[:, None] + mean.to(tl.float32) * weight[:, None]
+        total = total * fade + weight
+        top = new_top
+    return tl.reshape(mixed / total[:, None], (BLOCK_K,))
+
+
+@triton.jit
 def project_add(
     x,
     vector,
+    sums,
     w,
     bias,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
+    D: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read."""
+    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read.
+
+    With `sums` (SHARES, ROWS, heads), v is what `attend` left in shares (SHARES, ROWS, heads, D).
+    """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
     weights = _weights(w, first, N, K, BLOCK_N, BLOCK_K)
@@ -294,7 +350,10 @@ def project_add(
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
             if ROWS > 1 or tile == 0:
-                v = _vector(vector + row * K, K, BLOCK_K)
+                if sums is None:
+                    v = _vector(vector + row * K, K, BLOCK_K)
+                else:
+                    v = _added_up(vector, sums, row, K, D, SHARES, ROWS, BLOCK_K)
             out = before + _product(weights, v)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -311,18 +370,26 @@ def add_norm(
     gain,
     shift,
     h,
+    ids,
+    table,
+    positions,
+    lengths,
+    VOCAB: tl.constexpr,
     K: tl.constexpr,
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x += delta in place; h = norm(x). One program per row, for batches that multiply by GEMM."""
+    """x += delta in place, or with `ids`, x = their embeddings; h = norm(x).
+
+    One program per row, for batches that multiply by GEMM.
+    """
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
-    y = _vector(x + row * K, K, BLOCK_K)
+    y = _stream(x, ids, table, positions, lengths, row, VOCAB, K, BLOCK_K)
     if delta is not None:
         y += _vector(delta + row * K, K, BLOCK_K)
-        tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
+    tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
     v, scale = _centre(y, g, b, K, EPS, NORM)
     tl.store(h + row * K + k, (v * scale).to(h.dtype.element_ty), mask=k < K)
@@ -336,41 +403,3 @@ def gate(up, factor, u, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     if factor is not None:
         out *= tl.load(factor + i, mask=i < count, other=0.0).to(tl.float32)
     tl.store(u + i, out.to(u.dtype.element_ty), mask=i < count)
-
-
-@triton.jit
-def greatest(
-    logits,
-    best,
-    tickets,
-    ids,
-    VOCAB: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """ids[row] = the index of the row's greatest logit, the first among equals.
-
-    Grid: (PARTS, rows). Each program finds its part's; the last to finish (a ticket per row)
-    chooses among them. An index is exact in float32 up to 2²⁴, the largest vocabulary.
-    """
-    part, row = tl.program_id(0), tl.program_id(1)
-    i = tl.arange(0, BLOCK)
-    place = part * PART + i
-    _ready(PDL)
-    inside = (i < PART) & (place < VOCAB)
-    value = tl.load(logits + row.to(tl.int64) * VOCAB + place, mask=inside, other=float("-inf"))
-    top, at = tl.max(value, 0, return_indices=True)
-    mine = best + (row * PARTS + part) * 2
-    tl.store(mine, top)
-    tl.store(mine + 1, (part * PART + at).to(tl.float32))
-    tl.debug_barrier()
-    ticket = tl.atomic_add(tickets + row, 1, sem="acq_rel")
-    if ticket == PARTS - 1:
-        p = tl.arange(0, PARTS)
-        tops = tl.load(best + (row * PARTS + p) * 2, cache_modifier=".cg")
-        _, winner = tl.max(tops, 0, return_indices=True)
-        index = tl.load(best + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
-        tl.store(ids + row, index.to(tl.int64))
-        tl.store(tickets + row, 0)

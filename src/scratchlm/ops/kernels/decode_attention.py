@@ -6,9 +6,13 @@ another's write; it also writes the new key and value into their slot. Each keep
 
     m = max s,   l = Σ exp(s − m),   acc = Σ exp(s − m) v        s = q · k / √d
 
-over its share. The one that finishes last (a ticket per head) adds the shares up:
+over its share, and the shares of a head are added up:
 
     M = max m_i,   out = Σ acc_i exp(m_i − M) / Σ l_i exp(m_i − M)
+
+A few shares are added up by the kernel that reads them (`project_add`): each leaves acc / l and
+s = m + log l, and nobody waits for anybody. Many are added up here, by the program that finishes
+last (a ticket per head): a trip to memory and back.
 
 How long each row is stands in device memory, so a recorded graph goes on being right as it grows.
 The first block of old keys and values is asked for before the wait: earlier steps wrote it.
@@ -107,6 +111,7 @@ def attend(
     partial,
     tickets,
     out,
+    sums,
     CAPACITY: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -124,8 +129,9 @@ def attend(
 ):
     """out[row, head] = attention of the new token; its key and value go into the cache.
 
-    Grid: (HEADS, SPLITS, rows). WINDOW = 0: no sliding window. `partial` holds (acc, m, l) per
-    row, head and split in float32; `tickets` are zero before and after.
+    Grid: (HEADS, SPLITS, rows). WINDOW = 0: no sliding window. With `sums` (splits, rows, heads),
+    `out` is (splits, rows, heads, d) and the shares stay apart. Without, `partial` holds
+    (acc, m, l) per row, head and split in float32; `tickets` are zero before and after.
     """
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
@@ -171,14 +177,25 @@ def attend(
     total = tl.where(holds_new, 1.0, 0.0)
     acc = tl.where(holds_new, new_value.to(tl.float32), 0.0)
     top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T)
-    for start in range(begin + BLOCK_T, end, BLOCK_T):
-        k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
-        v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)
-        top, total, acc = _take_in(query, k_block, v_block, start, end, top, total, acc, BLOCK_T)
+    if CAPACITY > SPLITS * BLOCK_T:  # else the first block is all there can ever be
+        for start in range(begin + BLOCK_T, end, BLOCK_T):
+            k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
+            v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)
+            top, total, acc = _take_in(
+                query, k_block, v_block, start, end, top, total, acc, BLOCK_T
+            )
 
     result = out + (row * HEADS + head) * D + d
     if SPLITS == 1:
         tl.store(result, (acc / total).to(out.dtype.element_ty), mask=inside)
+    elif sums is not None:
+        rows_before = split * tl.num_programs(2)
+        some = total > 0.0  # a short row leaves shares empty
+        mean = acc / tl.where(some, total, 1.0)
+        place = result + rows_before * HEADS * D
+        tl.store(place, mean.to(out.dtype.element_ty), mask=inside)
+        score = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), _LOWEST)
+        tl.store(sums + (rows_before + row) * HEADS + head, score)
     else:
         mine = partial + ((row * HEADS + head) * SPLITS + split) * (D + 2)
         tl.store(mine + d, acc, mask=inside)
