@@ -3,7 +3,11 @@
     scale = max|x| / the format's largest number,    q = x / scale
 
 The tensor cores of Hopper multiply 8-bit matrices only along contiguous rows. A matrix that takes
-part in the forward and in the backward product is needed both ways: one pass writes both.
+part in the forward and in the backward product is needed both ways: one pass writes both. One more
+before it finds max|x|, unless the kernel that made x has done so.
+
+A NaN does not count in max|x|. On a GPU it is clamped like a number as it lies, and stays a NaN
+turned over: the backward pass, whose products read that, shows it.
 """
 
 from __future__ import annotations
@@ -98,20 +102,28 @@ def _quantize(  # type: ignore[no-untyped-def]
     tl.store(turned + column[:, None] * (rows // 4) + group[None, :], words, mask=there)
 
 
-def quantize_both_ways(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def greatest_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude in float32; a NaN does not count."""
+    greatest = torch.zeros((), dtype=torch.float32, device=x.device)
+    programs = min(1024, triton.cdiv(x.numel(), 2048))
+    _greatest[(programs,)](x, greatest, x.numel(), BLOCK=2048)
+    return greatest
+
+
+def quantize_both_ways(
+    x: Tensor, kind: torch.dtype, greatest: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (rows, columns) in 8 bits, its transpose in 8 bits, and the scale of both.
 
-    Both sides must be multiples of 4.
+    Both sides must be multiples of 4. `greatest` is max|x|, where whoever made x knows it.
     """
     x = x.contiguous()
     rows, columns = x.shape
     assert rows % 4 == columns % 4 == 0
-    greatest = torch.zeros((), dtype=torch.float32, device=x.device)
+    greatest = greatest_of(x) if greatest is None else greatest
     scale = torch.empty_like(greatest)
     q = torch.empty(rows, columns, dtype=kind, device=x.device)
     turned = torch.empty(columns, rows, dtype=kind, device=x.device)
-    programs = min(1024, triton.cdiv(x.numel(), 2048))
-    _greatest[(programs,)](x, greatest, x.numel(), BLOCK=2048)
     _quantize[(triton.cdiv(rows, 4 * TILE), triton.cdiv(columns, 4 * TILE))](
         x,
         greatest,
@@ -136,7 +148,9 @@ quantize = torch.library.custom_op(
 
 
 @quantize.register_fake
-def _(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, kind: torch.dtype, greatest: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     q, turned = x.new_empty(rows, columns, dtype=kind), x.new_empty(columns, rows, dtype=kind)
     return q, turned, x.new_empty((), dtype=torch.float32)
