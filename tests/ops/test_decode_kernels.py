@@ -312,7 +312,7 @@ def test_only_few_shares_of_whole_powers_of_two_are_left_to_the_projection():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
-def test_everything_compiles_and_asks_for_weights_and_keys_before_it_waits(family):
+def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     program = Path(__file__).with_name("compile_decode.py")
     paths = os.pathsep.join(sys.path)
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
@@ -323,5 +323,5 @@ def test_everything_compiles_and_asks_for_weights_and_keys_before_it_waits(famil
     found = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _, _ in found} >= {"norm_project", "attend", "greatest", "add_norm"}
     for name, early, _ in found:
-        if name in ("norm_project", "norm_gate", "project_add", "attend"):
+        if name in ("norm_project", "norm_gate", "project_add"):
             assert int(early) >= 2, found
