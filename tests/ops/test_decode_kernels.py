@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scratchlm.ops import CausalMask, reference
-from scratchlm.ops.kernels import decode, decode_attention, decode_choice
+from scratchlm.ops.kernels import decode, decode_attention
 from scratchlm.ops.kernels.tiles import (
     MAX_ROWS,
     MAX_SHARES,
@@ -277,7 +277,7 @@ def test_the_greatest_logit_is_found_and_the_first_among_equals():
     best = torch.zeros(3 * 4 * 2, device=DEVICE)
     tickets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        decode_choice.greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
+        decode.greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
         assert ids.tolist() == [13, 44, 17]
 
 

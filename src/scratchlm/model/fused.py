@@ -115,11 +115,9 @@ class FusedStep:
         self.partial = torch.zeros(partial, **wide) if shares < spread.splits else None
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        # These need triton: only here.
-        from scratchlm.ops.kernels import decode, decode_attention, decode_choice
+        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
 
         self.kernels, self.attention = decode, decode_attention
-        self.greatest = decode_choice.greatest
         self.interpreted = not isinstance(decode.gate, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
@@ -172,7 +170,7 @@ class FusedStep:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.greatest,
+            self.kernels.greatest,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
