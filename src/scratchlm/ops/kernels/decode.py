@@ -437,8 +437,7 @@ def greatest(
     if ticket == PARTS - 1:
         p = tl.arange(0, PARTS)
         tops = tl.load(best + (row * PARTS + p) * 2, cache_modifier=".cg")
-        places = tl.load(best + (row * PARTS + p) * 2 + 1, cache_modifier=".cg")
         _, winner = tl.max(tops, 0, return_indices=True)
-        index = tl.sum(tl.where(p == winner, places, 0.0), 0)  # not a load that waits for a load
+        index = tl.load(best + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
         tl.store(ids + row, index.to(tl.int64))
         tl.store(tickets + row, 0)
