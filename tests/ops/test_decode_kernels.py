@@ -56,25 +56,8 @@ def test_three_maps_of_the_norm_in_one_kernel(dtype, kind, rows, tiles, biased):
     blocks = sum(-(-n // block) for n in sizes)
     given_shift = shift if kind == decode.LAYER_NORM else None
     decode.norm_project[(-(-blocks // tiles),)](
-        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs),
-        *(
-            None,
-            None,
-            None,
-            lengths,
-            0,
-            True,
-            *sizes,
-            K,
-            1e-5,
-            kind,
-            biased,
-            rows,
-            block,
-            power_of_two(K),
-            tiles,
-            False,
-        ),
+        *(x, gain if kind else None, given_shift, *weights, *biases, *outputs, lengths),
+        *(*sizes, K, 1e-5, kind, biased, rows, block, power_of_two(K), tiles, False),
     )
     h = normed(kind, x, gain, shift)
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
@@ -207,62 +190,20 @@ def test_shares_of_attention_are_added_up_by_the_projection_that_reads_them(
         assert relative_error(y[row], x[row].double() + added) < 3 * TOLERANCE[dtype]
 
 
-EMBEDDED = {"ids": [6, 0, 7], "lengths": [8, 2, 5]}  # the last id is unknown
-
-
-def embedded(positions, table):
-    """Return E[id] (+ P[length]) of the known ids in float64."""
-    expected = table[EMBEDDED["ids"][:2]].double()
-    if positions is not None:
-        expected = expected + positions[EMBEDDED["lengths"][:2]].double()
-    return expected
-
-
-@dtypes
-@pytest.mark.parametrize("with_positions", [False, True])
-@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (1, 3), (3, 2)])
-def test_the_first_kernel_of_a_step_embeds_and_leaves_the_stream(
-    dtype, with_positions, rows, tiles
-):
-    table, w = draw(7, K, dtype=dtype), draw(9, K, dtype=dtype)
-    positions = draw(9, K, dtype=dtype) if with_positions else None
-    ids, lengths = (torch.tensor(EMBEDDED[key][:rows]).to(DEVICE) for key in ("ids", "lengths"))
-    x, y = (torch.full((rows, n), 5.0, device=DEVICE) for n in (K, 9))
-    decode.norm_project[(-(-9 // (4 * tiles)),)](
-        *(x, None, None, w, None, None, None, None, None, y, None, None),
-        *(ids, table, positions, lengths, 7, False, 9, 0, 0, K, 0.0, decode.NO_NORM),
-        *(False, rows, 4, power_of_two(K), tiles, False),
-    )
-    expected = embedded(positions, table)[:rows]
-    assert relative_error(x[:2], expected) < TOLERANCE[torch.float32]
-    product = reference.linear(expected, w.double(), None)
-    assert relative_error(y[:2], product) < TOLERANCE[torch.float32]
-    assert x[2:].isnan().all()
-    assert y[2:].isnan().all()
-    assert lengths.tolist() == EMBEDDED["lengths"][:rows]
-
-
-def test_add_norm_embeds_where_a_step_begins():
-    table, positions, gain = draw(7, K), draw(9, K), draw(K)
-    ids, lengths = (torch.tensor(EMBEDDED[key]).to(DEVICE) for key in ("ids", "lengths"))
-    x, h = torch.zeros(3, K, device=DEVICE), torch.zeros(3, K, device=DEVICE)
-    decode.add_norm[(3,)](
-        *(x, None, gain, None, h, ids, table, positions, lengths, 7),
-        *(K, 1e-5, decode.RMS_NORM, power_of_two(K)),
-    )
-    expected = embedded(positions, table)
-    assert relative_error(x[:2], expected) < TOLERANCE[torch.float32]
-    assert relative_error(h[:2], normed(decode.RMS_NORM, expected, gain, None)) < 2e-6
-    assert x[2].isnan().all()
+def test_embedding_adds_positions_and_marks_unknown_ids():
+    table, positions = draw(7, K), draw(9, K)
+    ids, lengths = torch.tensor([6, 7, -1, 0]).to(DEVICE), torch.tensor([8, 0, 0, 2]).to(DEVICE)
+    x = torch.zeros(4, K, device=DEVICE)
+    decode.embed[(4, 2)](ids, table, positions, lengths, x, 7, K, 16, False)
+    torch.testing.assert_close(x[0], table[6] + positions[8])
+    torch.testing.assert_close(x[3], table[0] + positions[2])
+    assert x[1:3].isnan().all()
 
 
 def test_add_norm_moves_the_stream_on_and_norms_it():
     x, delta, gain = draw(3, K), draw(3, K), draw(K)
     expected, h = x.double() + delta.double(), torch.zeros(3, K, device=DEVICE)
-    decode.add_norm[(3,)](
-        *(x, delta, gain, None, h, None, None, None, None, 0),
-        *(K, 1e-5, decode.RMS_NORM, power_of_two(K)),
-    )
+    decode.add_norm[(3,)](x, delta, gain, None, h, K, 1e-5, decode.RMS_NORM, power_of_two(K))
     assert relative_error(x, expected) < TOLERANCE[torch.float32]
     assert relative_error(h, normed(decode.RMS_NORM, expected, gain, None)) < 2e-6
 
@@ -321,7 +262,7 @@ def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in found} >= {"norm_project", "attend", "greatest", "add_norm"}
+    assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
     for name, early, _ in found:
         if name in ("norm_project", "norm_gate", "project_add"):
             assert int(early) >= 2, found

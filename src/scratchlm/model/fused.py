@@ -118,14 +118,15 @@ class FusedStep:
         from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
 
         self.kernels, self.attention = decode, decode_attention
-        self.interpreted = not isinstance(decode.gate, decode.triton.JITFunction)  # in tests
+        self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
     def run(self) -> None:
         """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
+        self._embed()
         if self.few:
-            for i, layer in enumerate(self.layers):
-                self._few(layer, first=i == 0)
+            for layer in self.layers:
+                self._few(layer)
             self._project_few(
                 "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
             )
@@ -155,16 +156,28 @@ class FusedStep:
             options = {"num_warps": warps, "launch_pdl": self.pdl and not first}
         kernel[grid](*args, **options)
 
-    def _source(self, first: bool) -> tuple[Tensor | None, ...]:
-        """Return ids and tables for the first kernel of a step, which embeds."""
-        if not first:
-            return (None, None, None)
-        positions, table = self.model.position_embeddings, None
+    def _embed(self) -> None:
+        config, positions = self.model.config, self.model.position_embeddings
+        table: Tensor | None = None
         if isinstance(positions, SinusoidalPositions):
             table = positions.table
         elif positions is not None:
             table = positions.weight
-        return (self.ids, self.model.token_embeddings.weight, table)
+        block = min(1024, power_of_two(config.d_model))
+        self._launch(
+            self.kernels.embed,
+            (self.rows, -(-config.d_model // block)),
+            self.ids,
+            self.model.token_embeddings.weight,
+            table,
+            self.lengths,
+            self.x[0],
+            config.vocab_size,
+            config.d_model,
+            block,
+            self.pdl,
+            first=True,
+        )
 
     def _choose_greatest(self) -> None:
         vocab = self.model.config.vocab_size
@@ -185,11 +198,10 @@ class FusedStep:
 
     # Up to MAX_ROWS rows: matrix times vector
 
-    def _few(self, layer: Any, first: bool) -> None:
+    def _few(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
-        outputs = [self.q, self.k, self.v]
-        self._project_few("qkv", x, layer.ln1, projections, outputs, first=first)
+        self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
         self._attend(attn, self.q, self.k, self.v)
         self._project_add("out", x, self.a, attn.output_proj, y, self.sums)
         self._norm_gate(y, layer.ln2, ffn)
@@ -206,8 +218,6 @@ class FusedStep:
         norm: nn.Module,
         linears: Sequence[Embedding | Linear],
         outputs: list[Tensor],
-        *,
-        first: bool = False,
         advance: bool = False,
     ) -> None:
         weights = [linear.weight for linear in linears]
@@ -224,7 +234,7 @@ class FusedStep:
             *(*weights, *[None] * absent),
             *(*biases, *[None] * absent),
             *(*outputs, *[None] * absent),
-            *(*self._source(first), self.lengths, self.model.config.vocab_size, advance),
+            self.lengths if advance else None,
             *(sizes + [0] * absent),
             width,
             eps,
@@ -236,7 +246,6 @@ class FusedStep:
             tile.tiles,
             self.pdl,
             warps=tile.warps,
-            first=first,
         )
 
     def _project_add(
@@ -342,7 +351,6 @@ class FusedStep:
             self.kernels.add_norm,
             (self.rows,),
             *(self.x[0], delta, gain, shift, self.h),
-            *(*self._source(delta is None), self.lengths, self.model.config.vocab_size),
             *(width, eps, kind, power_of_two(width)),
         )
         return self.h

@@ -14,8 +14,6 @@ their whole width. It asks for its block of weights first, which depends on noth
 next kernel start, then waits for the kernel before it (programmatic dependent launch, `PDL`), and
 only then reads the vector. So the memory is busy while one kernel drains and the next one fills.
 
-The first kernel of a step takes its x straight from the embedding table, and writes it down.
-
 A program may own several blocks (`TILES`); the next block's loads are issued before the present
 one is multiplied. `ROWS` vectors are multiplied by the same block. Sums are in float32.
 
@@ -105,31 +103,29 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _stream(
-    x,
+def embed(
     ids,
     table,
     positions,
     lengths,
-    row,
+    x,
     VOCAB: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Load a row of x; with `ids`, where a step begins, E[id] (+ P[length]) instead.
-
-    An id outside the table gives NaN, as in `Transformer._embed`.
-    """
-    if ids is None:
-        y = _vector(x + row * K, K, BLOCK_K)
-    else:
-        token = tl.load(ids + row).to(tl.int64)
-        known = (token >= 0) & (token < VOCAB)
-        y = _vector(table + tl.where(known, token, 0) * K, K, BLOCK_K)
-        if positions is not None:
-            y += _vector(positions + tl.load(lengths + row).to(tl.int64) * K, K, BLOCK_K)
-        y = tl.where(known, y, float("nan"))
-    return y
+    """x = E[id] (+ P[length]); an id outside the table gives NaN, as in `Transformer._embed`."""
+    row = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    _ready(PDL)
+    token = tl.load(ids + row).to(tl.int64)
+    known = (token >= 0) & (token < VOCAB)
+    y = tl.load(table + tl.where(known, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    if positions is not None:
+        place = tl.load(lengths + row).to(tl.int64)
+        y += tl.load(positions + place * K + k, mask=k < K, other=0.0).to(tl.float32)
+    y = tl.where(known, y, float("nan"))
+    tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -146,12 +142,7 @@ def norm_project(
     y0,
     y1,
     y2,
-    ids,
-    table,
-    positions,
     lengths,
-    VOCAB: tl.constexpr,
-    ADVANCE: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -165,11 +156,7 @@ def norm_project(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_i = W_i norm(x) (+ b_i) for up to three matrices; ADVANCE: count one token more.
-
-    With `ids`, x is their embeddings, and written for those who add to it. That is the first kernel
-    of a step: it is not started early and waits for nobody.
-    """
+    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more."""
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
@@ -177,8 +164,6 @@ def norm_project(
     first, N, matrix = _choose(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     weights = _weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    if ids is not None and ROWS == 1:  # the row travels beside the weights
-        u = _stream(x, ids, table, positions, lengths, 0, VOCAB, K, BLOCK_K)
     _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
@@ -189,12 +174,7 @@ def norm_project(
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                if ids is None or ROWS > 1:
-                    u = _stream(x, ids, table, positions, lengths, row, VOCAB, K, BLOCK_K)
-                if ids is not None and tile == 0:
-                    k = tl.arange(0, BLOCK_K)
-                    tl.store(x + row * K + k, u, mask=(k < K) & (tl.program_id(0) == 0))
-                v, scale = _centre(u, g, b, K, EPS, NORM)
+                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
             out = _product(weights, v) * scale
             if BIAS:
                 _, _, bias = _choose(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
@@ -203,7 +183,7 @@ def norm_project(
         if tile + 1 < TILES:
             weights = coming
             block = ahead
-    if ADVANCE:
+    if lengths is not None:
         row = tl.arange(0, triton.next_power_of_2(ROWS))
         mine = (row < ROWS) & (tl.program_id(0) == 0)
         tl.store(lengths + row, tl.load(lengths + row, mask=mine, other=0) + 1, mask=mine)
@@ -370,26 +350,18 @@ def add_norm(
     gain,
     shift,
     h,
-    ids,
-    table,
-    positions,
-    lengths,
-    VOCAB: tl.constexpr,
     K: tl.constexpr,
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x += delta in place, or with `ids`, x = their embeddings; h = norm(x).
-
-    One program per row, for batches that multiply by GEMM.
-    """
+    """x += delta in place; h = norm(x). One program per row, for batches that multiply by GEMM."""
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
-    y = _stream(x, ids, table, positions, lengths, row, VOCAB, K, BLOCK_K)
+    y = _vector(x + row * K, K, BLOCK_K)
     if delta is not None:
         y += _vector(delta + row * K, K, BLOCK_K)
-    tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
+        tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
     g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
     v, scale = _centre(y, g, b, K, EPS, NORM)
     tl.store(h + row * K + k, (v * scale).to(h.dtype.element_ty), mask=k < K)
