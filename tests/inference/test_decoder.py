@@ -11,6 +11,7 @@ import torch
 from scratchlm.inference import generate
 from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
+from scratchlm.model import fused
 from scratchlm.model.fused import MAX_ROWS, why_not_fused
 from scratchlm.ops.kernels.tiles import Spread, Tile
 from tiny_models import FAMILIES, build, ids
@@ -65,6 +66,30 @@ def test_steps_equal_the_model(family, rows):
     # and the model reads on from there
     got, wanted = (model(tokens[:, 8:], cache=c) for c in (cache, expected_cache))
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.inference_mode()
+def test_rows_that_grow_long_are_attended_another_way_and_the_same(rows, monkeypatch):
+    """Up to eight keys in one program; then in three, whose shares the projection adds up."""
+    spreads = {8: Spread(8, 4, 1), 13: Spread(8, 4, 3, handed_on=True)}
+    monkeypatch.setattr(fused, "choose_spreads", lambda *sizes: spreads)
+    model, tokens = make("llama"), ids(rows, 12).to(DEVICE)
+    cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)
+    decoder = decoder_for(model, cache)
+    reaches = []
+    for i in range(6, 12):
+        logits = decoder.step(tokens[:, i])
+        reaches.append(decoder.reach)
+        expected = model(tokens[:, i : i + 1], cache=expected_cache)[:, 0]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    assert reaches == [8, 8, 13, 13, 13, 13]
+    cache.length = 6  # back, and the short way again
+    cache._row_lengths = None
+    decoder.step(tokens[:, 6])
+    assert decoder.reach == 8
+    late = decoder_for(model, expected_cache)  # bound when the short way is of no use any more
+    assert not CUDA or list(late._recorded) == [13]
 
 
 @torch.inference_mode()

@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from scratchlm.model.fused import FusedStep
 from scratchlm.ops import CausalMask, reference
 from scratchlm.ops.kernels import decode, decode_attention
 from scratchlm.ops.kernels.tiles import (
     MAX_ROWS,
-    MAX_SHARES,
+    SHORT,
     Spread,
     choose_spread,
+    choose_spreads,
     choose_tile,
     power_of_two,
 )
+from tiny_models import FAMILIES, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -141,7 +144,19 @@ def test_attention_of_one_token_over_a_ragged_cache(dtype, case):
     for _ in range(2):  # tickets must stand at zero again, and a second run find the same
         decode_attention.attend[(heads, splits, rows)](
             *(q, k, v, q_gain, k_gain, cos, sin, keys, values, device_lengths),
-            *(partial, tickets, out, None, capacity, heads, kv_heads, d, power_of_two(d), block),
+            *(
+                partial,
+                tickets,
+                out,
+                None,
+                capacity,
+                capacity,
+                heads,
+                kv_heads,
+                d,
+                power_of_two(d),
+                block,
+            ),
             *(splits, power_of_two(splits), 1e-6, qk_norm, rope, window, d**-0.5, False),
         )
     assert not tickets.any()
@@ -175,7 +190,7 @@ def test_shares_of_attention_are_added_up_by_the_projection_that_reads_them(
     no_rope = decode_attention.NO_ROPE
     decode_attention.attend[(heads, splits, rows)](
         *(q, k, v, None, None, None, None, keys, values, torch.tensor(lengths, device=DEVICE)),
-        *(None, None, shares, sums, capacity, heads, heads, d, d, block),
+        *(None, None, shares, sums, capacity, capacity, heads, heads, d, d, block),
         *(splits, power_of_two(splits), 1e-6, False, no_rope, 0, d**-0.5, False),
     )
     decode.project_add[(-(-10 // (4 * tiles)),)](
@@ -235,21 +250,31 @@ def test_the_rules_give_what_the_kernels_can_take():
 
 
 @pytest.mark.parametrize(("heads", "d_head"), [(25, 64), (16, 64), (16, 128)])
-@pytest.mark.parametrize("capacity", [17, 256, 257, 320, 512])
-def test_one_row_holds_all_its_keys_at_once_in_programs_that_start_early(capacity, heads, d_head):
-    spread = choose_spread(capacity, heads, 1, d_head)
-    assert spread.keys * spread.splits >= capacity
-    assert spread.shares(1, d_head) == spread.splits  # nobody draws a ticket
-    # keys and values in half of the registers, the rest to compute; few warps fit beside others'
+@pytest.mark.parametrize("reach", [257, 320, 512, 1024])
+def test_past_a_block_a_row_is_held_at_once_and_nobody_draws_a_ticket(reach, heads, d_head):
+    spread = choose_spread(reach, heads, 1, d_head)
+    assert spread.keys * spread.splits >= reach
+    assert spread.handed_on
+    # keys and values in half of the registers, the rest to compute
     assert 2 * spread.keys * d_head <= 128 * 32 * spread.warps
-    assert spread.warps <= 4
 
 
-def test_only_few_shares_of_whole_powers_of_two_are_left_to_the_projection():
-    assert Spread(64, 4, 5).shares(rows=MAX_ROWS, d_head=64) == 5
-    assert Spread(64, 4, 5).shares(rows=MAX_ROWS + 1, d_head=64) == 1
-    assert Spread(64, 4, 5).shares(rows=1, d_head=80) == 1
-    assert Spread(64, 4, MAX_SHARES + 1).shares(rows=1, d_head=64) == 1
+def test_short_rows_and_long_ones_are_attended_each_in_their_way():
+    both = choose_spreads(320, 16, 1, 64)
+    assert both == {SHORT: choose_spread(SHORT, 16, 1, 64), 320: choose_spread(320, 16, 1, 64)}
+    assert both[SHORT].splits == 1
+    assert both[320].splits > 1
+    assert list(choose_spreads(100, 16, 1, 64)) == [100]
+    assert list(choose_spreads(320, 16, MAX_ROWS + 1, 64)) == [320]  # products of the library
+
+
+def test_shares_are_handed_on_where_few_rows_and_whole_heads_read_them():
+    assert not choose_spread(320, 16, 1, 80).handed_on
+    assert not choose_spread(320, 16, MAX_ROWS + 1, 64).handed_on
+    assert not choose_spread(100_000, 16, 1, 64).handed_on
+    model = build(FAMILIES["llama"], dtype=torch.float32)
+    with pytest.raises(ValueError, match="few rows"):
+        FusedStep(model, model.new_cache(MAX_ROWS + 1, 16), spread=Spread(16, 4, 2, handed_on=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])

@@ -4,8 +4,9 @@
     logits  = decoder.step(tokens)            one token of every row, as `decode_one_token` does
 
 The host only says "again": the tokens, the lengths of the rows and the logits stay where they are
-in device memory. The decoder keeps the cache's own counts right, so the model may read into the
-cache between steps; when the cache's memory or the model's weights have moved, it records anew.
+in device memory. Short rows are attended another way than long ones, so there is a recording for
+each. The decoder keeps the cache's own counts right, so the model may read into the cache between
+steps; when the cache's memory or the model's weights have moved, it records anew.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class GraphDecoder:
             pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.pdl = pdl
         self.fused: FusedStep
-        self._recorded: torch.cuda.CUDAGraph | None
+        self._recorded: dict[int, torch.cuda.CUDAGraph]  # for rows of up to so many keys
+        self.reach: int  # which of them the last step was
         self._bound: tuple[int, ...]  # addresses the recording holds for true
         # What the cache counted when the device's lengths were last right.
         self._length: int
@@ -104,10 +106,11 @@ class GraphDecoder:
                     f"got shape {tuple(tokens.shape)}"
                 )
             fused.ids.copy_(tokens, non_blocking=True)
-        if self._recorded is None:
-            fused.run()
+        self.reach = min(r for r in self._recorded or fused.spreads if r >= cache.reserved_length)
+        if self._recorded:
+            self._recorded[self.reach].replay()
         else:
-            self._recorded.replay()
+            fused.run(self.reach)
         cache.advance()
         self._length, self._row_lengths = cache.length, cache.row_lengths
         return fused.logits
@@ -120,7 +123,7 @@ class GraphDecoder:
     @torch.inference_mode()
     def _bind(self) -> None:
         """Make the buffers for the cache as it is now, and record a step."""
-        self._recorded, self._length, self._row_lengths = None, -1, None
+        self._recorded, self._length, self._row_lengths = {}, -1, None
         self.fused = self._make(self.pdl)
         if self.graph:
             try:
@@ -145,26 +148,30 @@ class GraphDecoder:
         )
 
     def _record(self) -> None:
-        """Run a step once to compile what it needs, then record it.
+        """Run a step once to compile what it needs, then record it: for all lengths to come.
 
         The trial reads token 0 into slot 0 of every row, so what stands there is put back.
         """
         fused, cache = self.fused, self.cache
+        reaches = [reach for reach in fused.spreads if reach > cache.length] or [cache.capacity]
         slot = (cache.keys[:, :, :, :1].clone(), cache.values[:, :, :, :1].clone())
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        recorded = {}
         with torch.cuda.stream(stream):
-            fused.run()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                fused.run()
-            finally:
-                graph.capture_end()
+            for reach in reaches:
+                fused.lengths.zero_()
+                fused.run(reach)
+                stream.synchronize()
+                recorded[reach] = graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    fused.run(reach)
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         for kept, before in zip((cache.keys, cache.values), slot, strict=True):
             kept[:, :, :, :1] = before
         fused.lengths.zero_()
         fused.ids.zero_()
-        self._recorded = graph
+        self._recorded = recorded

@@ -40,7 +40,7 @@ from scratchlm.ops.kernels.tiles import (
     MAX_ROWS,
     Spread,
     Tile,
-    choose_spread,
+    choose_spreads,
     choose_tile,
     power_of_two,
 )
@@ -97,9 +97,12 @@ class FusedStep:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
         own: dict[str, Any] = {"dtype": self.dtype, "device": device}
         d_kv = config.num_kv_heads * config.d_head
-        if spread is None:
-            spread = choose_spread(cache.capacity, config.num_heads, rows, config.d_head)
-        self.spread = spread
+        self.spreads = choose_spreads(cache.capacity, config.num_heads, rows, config.d_head)
+        if spread is not None:
+            if spread.handed_on and (not self.few or config.d_head != power_of_two(config.d_head)):
+                raise ValueError("shares are handed on for few rows and heads of a power of two")
+            self.spreads = {cache.capacity: spread}
+        self.reach = cache.capacity  # keys that a row may have in the step that runs
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
@@ -107,12 +110,13 @@ class FusedStep:
         self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        self.shares = shares = spread.shares(rows, config.d_head)
+        shares = max(spread.shares for spread in self.spreads.values())
         self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
-        self.sums = torch.zeros(shares, rows, config.num_heads, **wide) if shares > 1 else None
+        self.sums = torch.zeros(shares, rows, config.num_heads, **wide)
         self.u = torch.zeros(rows, config.d_ff, **own)
-        partial = rows * config.num_heads * spread.splits * (config.d_head + 2)
-        self.partial = torch.zeros(partial, **wide) if shares < spread.splits else None
+        splits = max(spread.splits for spread in self.spreads.values())
+        partial = rows * config.num_heads * splits * (config.d_head + 2)
+        self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
@@ -121,8 +125,17 @@ class FusedStep:
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
 
-    def run(self) -> None:
-        """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
+    @property
+    def spread(self) -> Spread:
+        """How attention is shared out in the step that runs."""
+        return self.spreads[self.reach]
+
+    def run(self, reach: int | None = None) -> None:
+        """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy.
+
+        `reach` is one of `spreads`: no row has more keys after this step.
+        """
+        self.reach = self.cache.capacity if reach is None else reach
         self._embed()
         if self.few:
             for layer in self.layers:
@@ -203,7 +216,7 @@ class FusedStep:
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
         self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
         self._attend(attn, self.q, self.k, self.v)
-        self._project_add("out", x, self.a, attn.output_proj, y, self.sums)
+        self._project_add("out", x, self.a, attn.output_proj, y, self.spread.shares)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
 
@@ -255,15 +268,15 @@ class FusedStep:
         v: Tensor,
         linear: Linear,
         y: Tensor,
-        sums: Tensor | None = None,
+        shares: int = 1,
     ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, sums, linear.weight, linear.bias, y),
-            *(rows, width, self.model.config.d_head, 1 if sums is None else self.shares),
+            *(x, v, self.sums if shares > 1 else None, linear.weight, linear.bias, y),
+            *(rows, width, self.model.config.d_head, shares),
             *(self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,
         )
@@ -309,8 +322,8 @@ class FusedStep:
             None if rope is None else rope.cos,
             None if rope is None else rope.sin,
             *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
-            *(self.partial, self.tickets, self.a, self.sums),
-            *(cache.capacity, attn.num_heads, attn.num_kv_heads),
+            *(self.partial, self.tickets, self.a, self.sums if spread.handed_on else None),
+            *(cache.capacity, self.reach, attn.num_heads, attn.num_kv_heads),
             *(attn.d_head, power_of_two(attn.d_head), spread.keys),
             *(spread.splits, power_of_two(spread.splits)),
             0.0 if q_norm is None else q_norm.eps,

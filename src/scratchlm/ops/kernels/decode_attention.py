@@ -113,6 +113,7 @@ def attend(
     out,
     sums,
     CAPACITY: tl.constexpr,
+    REACH: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -129,9 +130,10 @@ def attend(
 ):
     """out[row, head] = attention of the new token; its key and value go into the cache.
 
-    Grid: (HEADS, SPLITS, rows). WINDOW = 0: no sliding window. With `sums` (splits, rows, heads),
-    `out` is (splits, rows, heads, d) and the shares stay apart. Without, `partial` holds
-    (acc, m, l) per row, head and split in float32; `tickets` are zero before and after.
+    Grid: (HEADS, SPLITS, rows). REACH: keys that a row may have at most, of CAPACITY in the cache.
+    WINDOW = 0: no sliding window. With `sums` (splits, rows, heads), `out` is (splits, rows, heads,
+    d) and the shares stay apart. Without, `partial` holds (acc, m, l) per row, head and split in
+    float32; `tickets` are zero before and after.
     """
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
@@ -177,7 +179,7 @@ def attend(
     total = tl.where(holds_new, 1.0, 0.0)
     acc = tl.where(holds_new, new_value.to(tl.float32), 0.0)
     top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T)
-    if CAPACITY > SPLITS * BLOCK_T:  # else the first block is all there can ever be
+    if REACH > SPLITS * BLOCK_T:  # else the first block is all there can ever be
         for start in range(begin + BLOCK_T, end, BLOCK_T):
             k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
             v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)

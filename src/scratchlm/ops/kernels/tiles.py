@@ -15,6 +15,7 @@ BYTES_PER_LOAD = 16
 PROGRAMS_WANTED = 264
 MAX_ROWS = 4  # more rows are multiplied by the library's products
 MAX_SHARES = 8  # of attention, that the output projection adds up as it reads them
+SHORT = 256  # keys up to which a step is recorded by itself
 
 
 class Tile(NamedTuple):
@@ -31,11 +32,12 @@ class Spread(NamedTuple):
     keys: int
     warps: int
     splits: int
+    handed_on: bool = False  # the shares: to the output projection, which adds them up
 
-    def shares(self, rows: int, d_head: int) -> int:
-        """Return how many shares the output projection is to add up; 1: attention does it."""
-        few = rows <= MAX_ROWS and self.splits <= MAX_SHARES
-        return self.splits if few and d_head == power_of_two(d_head) else 1
+    @property
+    def shares(self) -> int:
+        """How many shares the output projection reads."""
+        return self.splits if self.handed_on else 1
 
 
 # (kernel, rows of all its matrices, width, bytes per element) -> Tile; on an H200
@@ -59,6 +61,8 @@ MEASURED: dict[tuple[str, int, int, int], Tile] = {
     ("out", 1024, 2048, 2): Tile(2, 4, 1),
     ("head", 151936, 1024, 2): Tile(4, 4, 2),
 }
+# (d_head, keys the rule would take) -> Spread, for one row and a cache of up to three blocks
+MEASURED_SPREADS: dict[tuple[int, int], Spread] = {(128, 128): Spread(64, 2, 4)}
 
 
 def power_of_two(number: int) -> int:
@@ -81,24 +85,35 @@ def choose_tile(kernel: str, rows: int, width: int, element_size: int) -> Tile:
     return Tile(block, warps)
 
 
-def choose_spread(capacity: int, heads: int, rows: int, d_head: int) -> Spread:
-    """Return how attention over up to `capacity` keys is shared out.
+def choose_spreads(capacity: int, heads: int, rows: int, d_head: int) -> dict[int, Spread]:
+    """Return how attention is shared out while no row has more keys than so many, for each.
+
+    While a few rows are short, one program holds all of a head's keys, or little has to be added
+    up; a long cache is a reason to do otherwise only when it fills.
+    """
+    reaches = {min(SHORT, capacity), capacity} if rows <= MAX_ROWS else {capacity}
+    return {reach: choose_spread(reach, heads, rows, d_head) for reach in sorted(reaches)}
+
+
+def choose_spread(reach: int, heads: int, rows: int, d_head: int) -> Spread:
+    """Return how attention over up to `reach` keys is shared out.
 
     A program holds its first block of keys and values in registers before the query is known, and
-    every further block costs a wait of its own. So a few rows take as many programs as hold all
-    keys at once, each small enough to start beside the kernel before it; their shares are added up
-    by the kernel after. Where that would be too many, adding up costs a trip to memory and back,
-    and a cache of up to three blocks is not split. Many rows fill the chip with small programs that
-    wait for memory in turn.
+    every further block costs a wait of its own. So past one block a few rows take as many programs
+    as hold all keys at once, and the kernel that reads their shares adds them up. Where that would
+    be too many, adding up costs a trip to memory and back, so up to three blocks are not split.
+    Many rows fill the chip with small programs that wait for memory in turn.
     """
-    width, longest = power_of_two(d_head), power_of_two(capacity)
-    keys = max(16, min(256, 8192 // width, longest))
-    held = Spread(keys, 4, -(-capacity // keys))
-    if held.shares(rows, d_head) == held.splits and heads * rows * held.splits <= PROGRAMS_WANTED:
-        return held
+    width, longest = power_of_two(d_head), power_of_two(reach)
     keys = max(16, min(256, 16_384 // width, longest))
-    if capacity <= 3 * keys and heads * rows < PROGRAMS_WANTED:
-        return Spread(keys, 8 if keys * width >= 8192 else 4, 1)
+    warps, splits = 8 if keys * width >= 8192 else 4, -(-reach // keys)
+    few = rows <= MAX_ROWS and heads * rows * splits <= PROGRAMS_WANTED
+    if reach > SHORT and few and splits <= MAX_SHARES and width == d_head:
+        return Spread(keys, warps, splits, handed_on=True)
+    if reach <= 3 * keys and heads * rows < PROGRAMS_WANTED:
+        if rows == 1 and (d_head, keys) in MEASURED_SPREADS:
+            return MEASURED_SPREADS[d_head, keys]
+        return Spread(keys, warps, 1)
     keys = max(16, min(4096 // width, longest))
     wanted = power_of_two(max(1, 4 * PROGRAMS_WANTED // (heads * rows)))
-    return Spread(keys, 4, min(-(-capacity // keys), wanted, 64))
+    return Spread(keys, 4, min(-(-reach // keys), wanted, 64))
