@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import loss, short_attention
+from scratchlm.ops import swiglu as products_with_gate
 from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
 from scratchlm.ops.ranges import can_look, counted_targets
@@ -104,13 +105,29 @@ def as_one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
+def in_one(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the matrices one below the other: their twin, or a copy in `dtype`.
+
+    Joining costs nothing then: the cast that autocast makes anyway writes elsewhere.
+    """
+    twin = twin_of(weights)
+    if twin is not None:
+        return twin
+    return (
+        torch.cat([part.to(dtype) for part in weights])
+        if len(weights) > 1
+        else weights[0].to(dtype)
+    )
+
+
+def _low(x: Tensor) -> torch.dtype:
+    """Return the dtype that x is multiplied in."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+
+
 def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …] in one product."""
-    weight = twin_of(weights)
-    if weight is None:
-        low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        # Joining costs nothing there: the cast that autocast makes anyway writes elsewhere.
-        weight = torch.cat([part.to(low) for part in weights])
+    weight = in_one(weights, _low(x))
     bias = None
     if any(part is not None for part in biases):
         parts = zip(weights, biases, strict=True)
@@ -177,8 +194,7 @@ def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor
     from scratchlm.ops.kernels.add_norm import add_norm as by_kernel
 
     # What the norm feeds is products: where autocast would round it for them, it is written so.
-    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    total, normed = by_kernel(x, delta, gain, eps, low)
+    total, normed = by_kernel(x, delta, gain, eps, _low(x))
     return total, normed
 
 
@@ -374,6 +390,10 @@ def swiglu(
 ) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x)."""
     if trains_by_kernel(x):
+        low, biased = _low(x), any(bias is not None for bias in (b1, b2, b3))
+        if not biased and products_with_gate.takes(x, w2, low):
+            w13, w2 = in_one((w1, w3), low), in_one((w2,), low)
+            return products_with_gate.swiglu(x.to(low), w13, w2)
         return linear(gate(joined_product(x, (w1, w3), (b1, b3))), w2, b2)
     gated, up = linears(x, (w1, w3), (b1, b3))
     return linear(F.silu(gated) * up, w2, b2)

@@ -136,15 +136,9 @@ def _fits(rows: int, weight: Tensor) -> bool:
     return all(side % _WHOLE == 0 for side in (rows, *weight.shape))
 
 
-def _rounded(weights: Sequence[Tensor]) -> Tensor:
-    """Return the matrices one below the other in bfloat16: their twin, where there is one."""
-    twin = fast.twin_of(weights)
-    return torch.cat([w.to(torch.bfloat16) for w in weights]) if twin is None else twin
-
-
 def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …]: in 8 bits where training runs low and the sides are whole."""
-    joined = _rounded(weights)
+    joined = fast.in_one(weights, torch.bfloat16)
     rows = x.reshape(-1, x.shape[-1])
     if _fits(len(rows), joined):
         y = _Product.apply(rows.to(torch.bfloat16), joined).view(*x.shape[:-1], len(joined))
@@ -195,7 +189,8 @@ def swiglu(
     rows = x.reshape(-1, x.shape[-1])
     plain = b1 is None and b2 is None and b3 is None
     if plain and _fits(len(rows), w1) and _fits(len(rows), w2):
-        y = _SwiGLU.apply(rows.to(torch.bfloat16), _rounded((w1, w3)), _rounded((w2,)))
+        w13, w2 = fast.in_one((w1, w3), torch.bfloat16), fast.in_one((w2,), torch.bfloat16)
+        y = _SwiGLU.apply(rows.to(torch.bfloat16), w13, w2)
         return y.view(*x.shape[:-1], len(w2))
     return linear(fast.gate(_product(x, (w1, w3), (b1, b3))), w2, b2)
 

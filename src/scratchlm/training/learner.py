@@ -241,8 +241,13 @@ _DEAR = {
 }
 
 
+_DEAR_OF_OURS = {"scratchlm::gated_product"}  # by name: there only where it has run
+
+
 def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    if op in _DEAR or op.name() in _DEAR_OF_OURS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache

@@ -1,7 +1,8 @@
 """Hand-written GPU kernels, in Triton: imported only where they run.
 
 Each has its reference in `ops/`, a test that runs its logic on the CPU in Triton's interpreter, and
-a line in docs/speed-log.md that says what it gained.
+a line in docs/speed-log.md that says what it gained. `swiglu.py` alone is in Gluon, which nothing
+interprets: its formulas stand for it in the tests of what is around it.
 """
 
 from importlib.util import find_spec

@@ -1,0 +1,59 @@
+"""SwiGLU where a Hopper GPU trains in bfloat16: its gate is part of the products beside it.
+
+    [a | b] = x [W1; W3]ᵀ,  h = SiLU(a) ⊙ b,  y = h W2ᵀ
+    [∂a | ∂b] from ∂y W2,   ∂x = [∂a | ∂b] [W1; W3],   ∂[W1; W3] = [∂a | ∂b]ᵀ x,   ∂W2 = ∂yᵀ h
+
+The first of each row is a kernel (`kernels/swiglu.py`); elsewhere the gate is a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of Triton, whose Gluon the kernels are written in: those they were tried with.
+VERSIONS = ("3.6", "3.7")
+
+
+def takes(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels are for this input, multiplied in `dtype`."""
+    rows, (d, d_ff) = x.shape[:-1].numel(), w2.shape
+    whole = rows % 128 == 0 and d % 64 == 0 and d_ff % 8 == 0 and rows > 0
+    return whole and dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index)
+
+
+@cache
+def _is_hopper(device: int) -> bool:
+    known = find_spec("triton") is not None and version("triton").startswith(VERSIONS)
+    return known and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """y of rows x, all in bfloat16; [W1; W3] in one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        from scratchlm.ops.kernels.swiglu import gated_product_op
+
+        joined, hidden = gated_product_op(x, w13)
+        ctx.save_for_backward(x, w13, w2, joined, hidden)
+        return hidden @ w2.t()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from scratchlm.ops.kernels.swiglu import gated_product_back_op
+
+        x, w13, w2, joined, hidden = ctx.saved_tensors
+        of_joined = gated_product_back_op(slope, w2, joined)
+        return of_joined @ w13, of_joined.t() @ x, slope.t() @ hidden
+
+
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """W2(SiLU(W1 x) ⊙ W3 x) for x of any shape, where `takes` says so."""
+    y: Tensor = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), w13, w2)
+    return y.view(*x.shape[:-1], len(w2))

@@ -1,0 +1,241 @@
+"""SwiGLU whose gate is part of its products: its gradients, what it keeps, and, on a GPU, itself.
+
+Nothing interprets the kernels on a CPU. There the formulas stand for them, and the compiler shows
+that they are programs for the GPU they are meant for.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scratchlm.config import ModelConfig
+from scratchlm.model import TransformerLM
+from scratchlm.ops import OPS, fast, reference
+from scratchlm.ops import swiglu as products_with_gate
+from scratchlm.ops.kernels import gate
+from scratchlm.ops.kernels import swiglu as kernels
+from scratchlm.training.learner import apply_checkpointing
+
+CUDA = torch.cuda.is_available()
+CALLS = []
+
+
+def product(x, w13):
+    CALLS.append("product")
+    joined = x @ w13.t()
+    a, b = joined.chunk(2, dim=-1)
+    return joined, F.silu(a) * b
+
+
+def back(dy, w2, joined):
+    CALLS.append("back")
+    a, b = joined.chunk(2, dim=-1)
+    of_h = dy @ w2
+    return torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
+
+
+kernels.gated_product_op.register_kernel("cpu")(product)
+kernels.gated_product_back_op.register_kernel("cpu")(back)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Let a CPU be taken for a GPU that has the kernels."""
+    CALLS.clear()
+    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: torch.is_grad_enabled())
+    monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: True)
+
+
+def some(*shape, d=12, d_ff=20, dtype=torch.float64):
+    x = torch.randn(*shape, d, dtype=dtype, requires_grad=True)
+    sizes = ((d_ff, d), (d, d_ff), (d_ff, d))
+    return x, *(torch.randn(*size, dtype=dtype, requires_grad=True) for size in sizes)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(7,), (2, 5)])
+def test_value_and_gradients_are_the_references(taken, shape, compiled):
+    given = some(*shape)
+    run = fast.swiglu
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    slope = torch.randn(*shape, 12, dtype=torch.float64)
+    got, expected = run(*given), reference.swiglu(*given)
+    torch.testing.assert_close(got, expected)
+    for ours, truth in zip(
+        torch.autograd.grad(got, given, slope),
+        torch.autograd.grad(expected, given, slope),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, truth)
+    assert CALLS == ["product", "back"]
+
+
+def test_a_bias_or_an_evaluation_goes_the_other_way(taken, monkeypatch):
+    monkeypatch.setattr(gate, "gate", lambda joined: F.silu(joined[..., :20]) * joined[..., 20:])
+    x, w1, w2, w3 = some(3)
+    bias = torch.randn(12, dtype=torch.float64)
+    torch.testing.assert_close(
+        fast.swiglu(x, w1, w2, w3, None, bias, None),
+        reference.swiglu(x, w1, w2, w3, None, bias, None),
+    )
+    with torch.no_grad():
+        fast.swiglu(x, w1, w2, w3)
+    assert not CALLS
+
+
+def test_twins_are_multiplied_and_get_the_gradients(taken):
+    x, w1, w2, w3 = some(4)
+    joined = torch.cat((w1, w3)).detach().requires_grad_()
+    w1.twin, w2.twin = joined, (2 * w2).detach().requires_grad_()
+    y = fast.swiglu(x, w1, w2, w3)
+    torch.testing.assert_close(y, 2 * reference.swiglu(x, w1, w2, w3))
+    y.sum().backward()
+    assert w1.grad is w2.grad is w3.grad is None
+    assert joined.grad.shape == joined.shape
+    assert w1.twin.grad is not None
+    assert w2.twin.grad is not None
+
+
+CONFIG = ModelConfig(31, 16, 16, 3, 2, 24)
+
+
+def gradients(policy, layers=None):
+    torch.manual_seed(0)
+    model = TransformerLM(CONFIG)
+    apply_checkpointing(model, policy, layers)
+    ids = torch.randint(31, (2, 9))
+    model.loss(ids, ids).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers", "products"),
+    [("none", None, 3), ("ffn", None, 6), ("ffn", 1, 4), ("selective", 1, 4), ("block", 2, 5)],
+)
+def test_a_product_is_computed_again_only_where_it_is_not_kept(
+    monkeypatch, policy, layers, products
+):
+    expected = gradients("none")
+    CALLS.clear()
+    monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: True)
+    swiglu = fast.swiglu
+
+    def as_on_a_gpu(x, *weights):  # the feed-forward layer alone: other kernels are not here
+        with monkeypatch.context() as patched:
+            patched.setattr(fast, "trains_by_kernel", lambda x: True)
+            return swiglu(x, *weights)
+
+    monkeypatch.setitem(OPS, "fast", replace(OPS["fast"], swiglu=as_on_a_gpu))
+    got = gradients(policy, layers)
+    assert CALLS.count("product") == products
+    assert CALLS.count("back") == 3
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_it_is_for_bfloat16_and_whole_tiles_on_a_hopper_gpu(monkeypatch):
+    hopper = {"is": True}
+    monkeypatch.setattr(products_with_gate, "_is_hopper", lambda device: hopper["is"])
+
+    def takes(*shape, d_ff=200, dtype=torch.bfloat16, cuda=True):
+        x = SimpleNamespace(shape=torch.Size(shape), is_cuda=cuda, device=SimpleNamespace(index=0))
+        return products_with_gate.takes(x, torch.empty(shape[-1], d_ff), dtype)
+
+    assert takes(128, 64)
+    assert takes(2, 64, 128)
+    assert not takes(127, 64)
+    assert not takes(0, 64)
+    assert not takes(128, 96)
+    assert not takes(128, 64, d_ff=204)
+    assert not takes(128, 64, dtype=torch.float16)
+    assert not takes(128, 64, cuda=False)
+    hopper["is"] = False
+    assert not takes(128, 64)
+
+
+def test_both_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
+    program = Path(__file__).with_name("compile_swiglu.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["_forward", "_back"]
+    for _, spilled, shared, products in lines:
+        assert int(spilled) == 0
+        assert int(shared) <= 227 * 1024  # what a program can have
+        assert int(products) > 0
+
+
+# On a Hopper GPU
+
+
+def is_hopper():
+    return CUDA and products_with_gate._is_hopper(torch.cuda.current_device())
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
+
+
+def relative_error(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.cuda
+@on_hopper
+@pytest.mark.parametrize("programs", [0, 1, 3, 7])
+@pytest.mark.parametrize(
+    ("rows", "d", "d_ff"), [(128, 64, 8), (512, 128, 200), (1024, 320, 1000), (640, 768, 3072)]
+)
+def test_the_kernels_are_their_formulas(rows, d, d_ff, programs):
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    x, dy, w13, w2 = draw(rows, d), draw(rows, d), draw(2 * d_ff, d, scale=d**-0.5), draw(d, d_ff)
+    joined, hidden = kernels.gated_product(x, w13, programs)
+    exact = x.double() @ w13.double().t()
+    a, b = joined.double().chunk(2, dim=-1)
+    assert relative_error(joined, exact) < 4e-3
+    assert relative_error(hidden, F.silu(a) * b) < 4e-3
+    of_joined = kernels.gated_product_back(dy, w2, joined, programs)
+    of_h = dy.double() @ w2.double()
+    truth = torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
+    assert relative_error(of_joined, truth) < 4e-3
+    for _ in range(3):  # a race would show
+        assert torch.equal(kernels.gated_product(x, w13, programs)[1], hidden)
+        assert torch.equal(kernels.gated_product_back(dy, w2, joined, programs), of_joined)
+
+
+@pytest.mark.cuda
+@on_hopper
+def test_a_model_trains_by_them_as_it_does_without(monkeypatch):
+    config = ModelConfig(128, 128, 128, 2, 2, 200)
+    model = TransformerLM(config).cuda()
+    ids = torch.randint(128, (2, 128), device="cuda")
+    called = []
+    run = products_with_gate.swiglu
+    monkeypatch.setattr(
+        products_with_gate, "swiglu", lambda *given: (called.append(1), run(*given))[1]
+    )
+
+    def slopes():
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            value = model.loss(ids, ids)
+        value.backward()
+        return [value.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    ours = slopes()
+    assert len(called) == 2
+    monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: False)
+    for got, expected in zip(ours, slopes(), strict=True):
+        assert relative_error(got, expected) < 2e-2
