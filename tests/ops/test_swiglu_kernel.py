@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
+from scratchlm.model.layers import SwiGLU
 from scratchlm.ops import OPS, fast, reference
 from scratchlm.ops import swiglu as products_with_gate
 from scratchlm.ops.kernels import gate
@@ -161,6 +162,30 @@ def test_it_is_for_bfloat16_and_whole_tiles_on_a_hopper_gpu(monkeypatch):
     assert not takes(128, 64)
 
 
+@pytest.mark.parametrize("version", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("policy", ["none", "ffn", "selective"])
+def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy, version):
+    torch._dynamo.reset()  # it would not ask again
+    asked = []
+    monkeypatch.setattr(products_with_gate, "_KNOWN", True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: (asked.append(device), version)[1]
+    )
+    monkeypatch.setattr(
+        products_with_gate, "takes", lambda x, w2, dtype: products_with_gate._is_hopper(3)
+    )
+    layers = torch.nn.Module()
+    layers.attn, layers.ffn = torch.nn.Identity(), SwiGLU(12, 20)
+    model = SimpleNamespace(layers=[layers])
+    apply_checkpointing(model, policy, 0 if policy == "selective" else None)
+    monkeypatch.setattr(gate, "gate", lambda joined: F.silu(joined[..., :20]) * joined[..., 20:])
+    layers.ffn.compile(fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 12, requires_grad=True)
+    layers.ffn(x).sum().backward()
+    assert set(asked) == {3}
+    assert ("product" in CALLS) == (version == (9, 0))
+
+
 def test_both_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
     program = Path(__file__).with_name("compile_swiglu.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -217,9 +242,13 @@ def test_the_kernels_are_their_formulas(rows, d, d_ff, programs):
 
 @pytest.mark.cuda
 @on_hopper
-def test_a_model_trains_by_them_as_it_does_without(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_trains_by_them_as_it_does_without(monkeypatch, compiled):
     config = ModelConfig(128, 128, 128, 2, 2, 200)
     model = TransformerLM(config).cuda()
+    if compiled:
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
     ids = torch.randint(128, (2, 128), device="cuda")
     called = []
     run = products_with_gate.swiglu
@@ -235,7 +264,7 @@ def test_a_model_trains_by_them_as_it_does_without(monkeypatch):
         return [value.detach(), *(p.grad.clone() for p in model.parameters())]
 
     ours = slopes()
-    assert len(called) == 2
+    assert called
     monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: False)
     for got, expected in zip(ours, slopes(), strict=True):
         assert relative_error(got, expected) < 2e-2

@@ -8,9 +8,7 @@ The first of each row is a kernel (`kernels/swiglu.py`); elsewhere the gate is a
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,6 +18,16 @@ from torch import Tensor
 VERSIONS = ("3.6", "3.7")
 
 
+def _is_known() -> bool:
+    try:
+        return ".".join(version("triton").split(".")[:2]) in VERSIONS
+    except PackageNotFoundError:
+        return False
+
+
+_KNOWN = _is_known()
+
+
 def takes(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernels are for this input, multiplied in `dtype`."""
     rows, (d, d_ff) = x.shape[:-1].numel(), w2.shape
@@ -27,10 +35,9 @@ def takes(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
     return whole and dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index)
 
 
-@cache
+@torch.compiler.assume_constant_result  # a compiler asks once, and does not look inside
 def _is_hopper(device: int) -> bool:
-    known = find_spec("triton") is not None and version("triton").startswith(VERSIONS)
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+    return _KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class _SwiGLU(torch.autograd.Function):
