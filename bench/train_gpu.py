@@ -1,11 +1,12 @@
 """A training step on a GPU: ours beside the peers, as a share of the machine's own matmul rate.
 
     python bench/train_gpu.py                          every shape, with its peer
-    python bench/train_gpu.py --only medium --no-peers --profile
+    python bench/train_gpu.py --only medium --no-peers
 
 bf16 autocast over float32 weights, fused AdamW, random tokens, the same step for both: forward,
 backward, update, gradients dropped. MFU = (6·N_matmul + 12·L·H·d_head·S) per token × tokens/s over
-the rate of a bf16 product of 8192³ on the same machine, measured in the same run.
+the rate of a bf16 product of 8192³ on the same machine, measured in the same run. One of ours at
+every shape is profiled: where its time goes stands below the table, kernel by kernel in $OUT.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Measured:
     peak_gib: float
     first_s: float
     ms: float
+    profile: str = ""  # kinds of kernels by their time
 
 
 def matmul_rate() -> float:
@@ -190,9 +192,8 @@ def measure(
     peak = torch.cuda.max_memory_allocated() / 2**30
     per_s = shape.batch * shape.seq / seconds
     mfu = per_s * flops_per_token(shape, name) / rate
-    if profile:
-        write_profile(step, profile)
-    result = Measured(name, per_s, mfu, peak, first, seconds * 1e3)
+    kinds = write_profile(step, profile) if profile else ""
+    result = Measured(name, per_s, mfu, peak, first, seconds * 1e3, kinds)
     print(
         f"  {name}: {per_s:,.0f} tokens/s, MFU {mfu:.3f}, {peak:.1f} GiB, "
         f"{seconds * 1e3:.1f} ms, first step {first:.1f} s, loss {loss:.3f}",
@@ -201,8 +202,8 @@ def measure(
     return result
 
 
-def write_profile(step: Step, path: str) -> None:
-    """Write the step's kernels by the time they take, grouped by what they do."""
+def write_profile(step: Step, path: str) -> str:
+    """Write the step's kernels by the time they take; return the times of what they do."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -216,20 +217,33 @@ def write_profile(step: Step, path: str) -> None:
     groups: dict[str, float] = {}
     for ms, _, name in rows:
         groups[kind_of(name)] = groups.get(kind_of(name), 0.0) + ms
-    print("   " + ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in groups.items()), flush=True)
+    parts = sorted(groups.items(), key=lambda part: -part[1])
+    said = ", ".join(f"{kind} {ms:.1f}" for kind, ms in parts if ms >= 0.05)
+    print(f"   {said} ms", flush=True)
+    return f"{sum(groups.values()):.1f} ms of kernels: {said}"
+
+
+# A kernel is of the first kind that has a part of its name.
+KINDS = {
+    "products with the gate inside": ("_forward", "_back"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "attention": ("fmha", "flash", "sdpa", "cudnn"),
+    "the gate": ("_gate_rows", "_gate_rows_back"),
+    "heads cut, turned and joined": ("_cut_heads", "_join_heads"),
+    "norms and sums": ("_add_and_norm", "_norm_and_add_back", "_sum_columns", "norm", "_add_"),
+    "to and from 8 bits": ("_quantize", "_greatest"),
+    "AdamW": ("_adamw", "multi_tensor"),
+    "loss": ("_loss_and_gradient", "_scale_rows"),
+}
+WHOLE_NAMES = ("_forward", "_back", "_gate_rows", "_gate_rows_back")  # parts of others' names too
 
 
 def kind_of(kernel: str) -> str:
     name = kernel.lower()
-    if "fmha" in name or "flash" in name or "sdpa" in name or "cudnn_generated" in name:
-        return "attention"
-    if "gemm" in name or "nvjet" in name or "cutlass" in name or "cublas" in name:
-        return "matmul"
-    if "multi_tensor" in name or "adam" in name:
-        return "AdamW"
-    if "_loss_and_gradient" in name:
-        return "loss"
-    return "triton" if "triton" in name else "other"
+    for kind, parts in KINDS.items():
+        if any(name == part if part in WHOLE_NAMES else part in name for part in parts):
+            return kind
+    return "the rest"
 
 
 # how ours runs -> what that changes of the settings
@@ -284,6 +298,17 @@ def long_context(found: dict[str, dict[str, Measured]]) -> str:
     )
 
 
+def profiles(found: dict[str, dict[str, Measured]]) -> str:
+    """Say where the time goes, a line for each shape."""
+    lines = [
+        f"- {shape}, {who}: a step of {result.ms:.1f} ms, {result.profile}."
+        for shape, results in found.items()
+        for who, result in results.items()
+        if result.profile
+    ]
+    return "\n\nWhere the time goes, in ms:\n\n" + "\n".join(lines) if lines else ""
+
+
 def report(found: dict[str, dict[str, Measured]], rate: float, repeats: int) -> None:
     rows = [
         row_of(name, SHAPES[name], result, next(iter(results.values())))
@@ -291,7 +316,7 @@ def report(found: dict[str, dict[str, Measured]], rate: float, repeats: int) -> 
         for result in results.values()
     ]
     header = ["shape", "who", "tokens/s", "MFU", "peak GiB", "first step, s", "÷ peer", "aim"]
-    body = table(header, rows) + long_context(found)
+    body = table(header, rows) + long_context(found) + profiles(found)
     body += (
         f"\n\nA bf16 product of 8192³: {rate / 1e12:.0f} TFLOP/s. Medians of {repeats} steps. "
         "Ours: blocks compiled, forward and backward replayed as one CUDA graph; Qwen3 with "
@@ -313,14 +338,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--profile", action="store_true", help="write the kernels by their time")
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours, key=value")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a CUDA device")
     # For all contestants, as `scratchlm train` has it where steps are recorded.
     os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
-    out = Path(os.environ.get("OUT", "."))
+    out = os.environ.get("OUT")  # where kernels are written one by one, if anywhere
     settings = parse_overrides([f"train.{pair}" for pair in options.set]).get("train", {})
     rate = matmul_rate()
     print(f"matmul rate: {rate / 1e12:.0f} TFLOP/s", flush=True)
@@ -328,8 +352,8 @@ def main() -> None:
     for name in options.only:
         shape = SHAPES[name]
         for who, make in contestants(shape, not options.no_peers, settings).items():
-            profiled = options.profile and who == RESIDUAL
-            trace = str(out / f"profile-{name.split(',')[0]}.txt") if profiled else ""
+            place = f"{out}/profile-{name.split(',')[0]}.txt" if out else os.devnull
+            trace = place if who == RESIDUAL else ""
             try:
                 result = measure(who, shape, make, rate, options.repeats, trace)
             except torch.OutOfMemoryError as error:
