@@ -79,6 +79,21 @@ def test_value_and_gradients_are_the_references(taken, shape, compiled):
     assert CALLS == ["product", "back"]
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
+def test_only_the_gradients_asked_for_are_computed(taken, wanted):
+    x, w1, w2, w3 = some(6)
+    leaves = (x, torch.cat((w1, w3)).detach().requires_grad_(), w2)
+    for i, leaf in enumerate(leaves):
+        leaf.requires_grad_(i in wanted)
+    y = products_with_gate.swiglu(*leaves)
+    slopes = torch.autograd.grad(y.sum(), [leaves[i] for i in wanted])
+    truth = reference.swiglu(x, leaves[1][:20], w2, leaves[1][20:])
+    expected = torch.autograd.grad(truth.sum(), [leaves[i] for i in wanted])
+    for got, right in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(got, right)
+    assert ("back" in CALLS) == (wanted != (2,))
+
+
 def test_a_bias_or_an_evaluation_goes_the_other_way(taken, monkeypatch):
     monkeypatch.setattr(gate, "gate", lambda joined: F.silu(joined[..., :20]) * joined[..., 20:])
     x, w1, w2, w3 = some(3)

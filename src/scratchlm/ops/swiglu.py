@@ -52,12 +52,18 @@ class _SwiGLU(torch.autograd.Function):
         return hidden @ w2.t()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         from scratchlm.ops.kernels.swiglu import gated_product_back_op
 
         x, w13, w2, joined, hidden = ctx.saved_tensors
-        of_joined = gated_product_back_op(slope, w2, joined)
-        return of_joined @ w13, of_joined.t() @ x, slope.t() @ hidden
+        for_x, for_13, for_2 = ctx.needs_input_grad
+        of_x: Tensor | None = None
+        of_13: Tensor | None = None
+        if for_x or for_13:
+            of_joined = gated_product_back_op(slope, w2, joined)
+            of_x = of_joined @ w13 if for_x else None
+            of_13 = of_joined.t() @ x if for_13 else None
+        return of_x, of_13, slope.t() @ hidden if for_2 else None
 
 
 def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
