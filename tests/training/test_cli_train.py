@@ -291,6 +291,22 @@ def test_tensorboard_gets_what_metrics_gets(cli, tmp_path):
     assert {"train/lr", "train/grad_norm", "held-out/val_loss"} <= set(log.Tags()["scalars"])
 
 
+def test_tensorboard_shows_a_step_once_however_often_it_was_made(cli, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    begin = ("train", data, "--out", run, *SMALL, "--tensorboard")
+    assert cli(*begin, "--steps", 4)[0] == 0
+    (find_checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")  # so step 4 is made again
+    code, _, err = cli("train", "--resume", "--out", run, "--steps", 6, "--tensorboard")
+    assert code == 0, err
+    assert "going on from step 3" in err
+    log = EventAccumulator(str(run / "tensorboard"))
+    log.Reload()
+    assert [event.step for event in log.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_without_its_package_tensorboard_is_refused_before_any_work(cli, tmp_path, monkeypatch):
     monkeypatch.setattr("scratchlm.cli.training_console.find_spec", lambda name: None)
     data = write_data(tmp_path / "data")

@@ -136,12 +136,18 @@ def _train(
     settings = plan.train.resolved(where.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     watchers: list[Watcher] = [console]
+    board = TensorBoard(wish.out / "tensorboard") if tensorboard else None
     sample, bytes_per_id = _text_tools(plan, prompt)
     with watch_signals(console.stop_notice) as stop:
         with console, contextlib.ExitStack() as at_the_end:
-            if tensorboard:
-                board = TensorBoard(wish.out / "tensorboard")
+            if board is not None:
                 watchers.append(at_the_end.enter_context(contextlib.closing(board)))
+
+            def begin(learner: Any, run: Any, _: object) -> None:
+                _announce(plan, learner, run.reached.step)
+                if board is not None:
+                    board.begin(run.reached.step)
+
             outcome = run_plan(
                 wish.out,
                 plan,
@@ -151,7 +157,7 @@ def _train(
                 bytes_per_id=bytes_per_id,
                 sample=sample,
                 watchers=tuple(watchers),
-                on_begin=lambda learner, run, _: _announce(plan, learner, run.reached.step),
+                on_begin=begin,
                 warn=lambda message: _say(f"warning: {message}"),
                 should_stop=stop,
                 matmul_rate=machine.matmul_rate,

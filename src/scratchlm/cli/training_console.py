@@ -117,9 +117,14 @@ class TensorBoard(Watcher):
 
     def __init__(self, directory: Path) -> None:
         self.require()
+        self.directory = directory
+        self.writer: Any = None
+
+    def begin(self, step: int) -> None:
+        """Go on after `step`; what an earlier session logged of later ones is made again."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(directory))
+        self.writer = SummaryWriter(str(self.directory), purge_step=step + 1)
 
     def stepped(self, record: dict[str, Any]) -> None:
         """Log a step's numbers."""
@@ -143,5 +148,6 @@ class TensorBoard(Watcher):
         self.writer.flush()
 
     def close(self) -> None:
-        """End the log."""
-        self.writer.close()
+        """End the log, if it was begun."""
+        if self.writer is not None:
+            self.writer.close()
