@@ -226,8 +226,8 @@ def write_profile(step: Step, path: str) -> str:
 # A kernel is of the first kind that has a part of its name.
 KINDS = {
     "products with the gate inside": ("_forward", "_back"),
-    "products": ("gemm", "nvjet", "cutlass", "cublas"),
     "attention": ("fmha", "flash", "sdpa", "cudnn"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas"),
     "the gate": ("_gate_rows", "_gate_rows_back"),
     "heads cut, turned and joined": ("_cut_heads", "_join_heads"),
     "norms and sums": ("_add_and_norm", "_norm_and_add_back", "_sum_columns", "norm", "_add_"),
@@ -352,7 +352,8 @@ def main() -> None:
     for name in options.only:
         shape = SHAPES[name]
         for who, make in contestants(shape, not options.no_peers, settings).items():
-            place = f"{out}/profile-{name.split(',')[0]}.txt" if out else os.devnull
+            file = name.replace(", ", "-").replace(" ", "-")
+            place = f"{out}/profile-{file}.txt" if out else os.devnull
             trace = place if who == RESIDUAL else ""
             try:
                 result = measure(who, shape, make, rate, options.repeats, trace)

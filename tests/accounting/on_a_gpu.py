@@ -169,7 +169,13 @@ def loss_and_gradient(logits, targets, vocab, z_loss, gradient):
         logs = rows.float().log_softmax(-1)
         losses.append(-logs.gather(1, column[:, None])[:, 0])
         rows.copy_(logs.exp_().scatter_add_(1, column[:, None], -torch.ones(len(rows), 1)))
-    return loss._Slopes(torch.cat(losses), logits, None)
+    return loss._Slopes(torch.cat(losses), logits, torch.ones(len(logits)))
+
+
+def scaled_rows(x, factors, above, out):
+    """Multiply rows in place, as a kernel does."""
+    factors = factors if above is None else factors * above
+    return torch.mul(x, factors[:, None].to(x.dtype), out=out)
 
 
 def add_product(total, a, b):

@@ -28,6 +28,7 @@ def loss_on_a_gpu(monkeypatch):
     """Let the fused loss work in place, as its kernels do."""
     monkeypatch.setattr(loss, "_loss_and_gradient", on_a_gpu.loss_and_gradient)
     monkeypatch.setattr(loss, "_add_product", on_a_gpu.add_product)
+    monkeypatch.setattr(loss, "_scaled_rows", on_a_gpu.scaled_rows)
     monkeypatch.setitem(loss.SLICE_ELEMENTS, "cpu", 2**18)
     monkeypatch.setattr(activations, "SLICE_ROWS", activations.slice_rows(2**18))
 

@@ -54,7 +54,8 @@ def main(family: str) -> None:
     model = build(config, dtype=torch.bfloat16)
     tiles = {"gate": Tile(2, 4, 2), "qkv": Tile(8, 4), "out": Tile(2, 4, 2)}
     with torch.inference_mode():
-        for rows, spread in ((1, None), (2, Spread(16, 4, 3)), (6, Spread(16, 4, 3))):
+        by_tickets, handed_on = Spread(16, 4, 3), Spread(16, 4, 3, handed_on=True)
+        for rows, spread in ((1, None), (2, by_tickets), (2, handed_on), (6, by_tickets)):
             cache = model.new_cache(rows, 16)
             Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
     for (name, _), (kernel, args, warps) in launches.items():

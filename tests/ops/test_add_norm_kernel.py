@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scratchlm.ops import reference
+from scratchlm.ops import fast, reference
 from scratchlm.ops.kernels import add_norm
 from scratchlm.ops.kernels.add_norm import add_norm_backward, add_norm_forward
 
@@ -56,3 +56,20 @@ def test_the_norm_alone_and_its_gradients(dtype, shape):
     for got, wanted in zip((n, *slopes), expected, strict=True):
         error = float((got.detach().double() - wanted).norm() / wanted.norm())
         assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_a_gain_the_kernels_cannot_read_goes_another_way(monkeypatch):
+    """One of every third number in memory; one too short."""
+    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: True)
+    x, delta = torch.randn(2, 5, 8, device=DEVICE)
+    gain = torch.randn(8, 3, device=DEVICE)[:, 1]
+    torch.testing.assert_close(fast.rms_norm(x, gain), reference.rms_norm(x, gain))
+    total, normed = fast.add_norm(x, delta, gain, 1e-5)
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, reference.rms_norm(x + delta, gain))
+    for refused in (
+        lambda: fast.rms_norm(x, gain[:4]),
+        lambda: fast.add_norm(x, delta, gain[:4], 0),
+    ):
+        with pytest.raises(RuntimeError):
+            refused()

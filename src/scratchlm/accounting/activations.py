@@ -258,6 +258,7 @@ def forward_loss(execution: Execution) -> list[Node]:
         leaf("hidden state, cast", b_c * TOKENS * d),
         leaf("LM head, cast or padded", copied * V_p * d),
         Node("a slice of logits", b_a * n_s * V_p, note="then its gradient", where=where),
+        Node("its rows of the hidden state", b_a * n_s * d, note="scaled", where=where),
     ]
 
 

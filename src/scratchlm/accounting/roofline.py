@@ -187,10 +187,10 @@ def _elementwise(config: ModelConfig, rows: Expr, times: int) -> Part:
 
 
 def _loss(asked: Work, execution: Execution, gradient: bool) -> Part:
-    """A fused loss reads a slice twice and writes its gradient over it, as the head computes it."""
+    """A fused loss reads a slice as the head computes it, and writes its gradient over it."""
     logits = asked.heads * V
     if execution.loss == "fused":
-        return Part("loss", Num(0), (3 if gradient else 2) * b_a * logits)
+        return Part("loss", Num(0), (2 if gradient else 1) * b_a * logits)
     return Part("loss", Num(0), 4 * (8 if gradient else 4) * logits)  # float32, read or written
 
 

@@ -142,7 +142,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x²) + ε) · g."""
-    if trains_by_kernel(x) and x.is_contiguous() and not torch.compiler.is_compiling():
+    fits = x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
+    if trains_by_kernel(x) and fits and not torch.compiler.is_compiling():
         from scratchlm.ops.kernels.add_norm import Norm
 
         return Norm.apply(x, weight, eps)
@@ -188,7 +189,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + δ and its RMSNorm, by one kernel where a GPU trains."""
-    if not trains_by_kernel(x) or x.shape != delta.shape:
+    fits = x.shape == delta.shape and gain.is_contiguous() and gain.shape == x.shape[-1:]
+    if not trains_by_kernel(x) or not fits:
         total = x + delta
         return total, rms_norm(total, gain, eps)
     from scratchlm.ops.kernels.add_norm import add_norm as by_kernel

@@ -95,6 +95,7 @@ def sliced_loss(
     wants_weight: bool,
 ) -> tuple[Tensor, _Gradients]:
     """Return the sum of the rows' losses, and its gradients; targets of −1 do not count."""
+    rows = rows.contiguous()  # as kernels write what is like them
     with torch.autocast(rows.device.type, enabled=False):
         gradients = _Gradients(rows, weight, wants_rows, wants_weight)
         head = _padded(weight, rows.dtype)
@@ -164,7 +165,7 @@ class _Gradients:
 def _scaled_rows(x: Tensor, factors: Tensor, above: Tensor | None, out: Tensor) -> Tensor:
     from scratchlm.ops.kernels.cross_entropy import scale_rows
 
-    return scale_rows(x.contiguous(), factors, above, out)
+    return scale_rows(x, factors, above, out)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ def _place(tile, tiles_down, tiles_across, GROUP: gl.constexpr):
     group = tile // (GROUP * tiles_across)
     rest = tile % (GROUP * tiles_across)
     rows = gl.minimum(tiles_down - group * GROUP, GROUP)
+    rows = gl.maximum(rows, 1)  # past the last tile, where nobody looks
     return group * GROUP + rest % rows, rest // rows
 
 
