@@ -142,8 +142,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x²) + ε) · g."""
-    fits = x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
-    if trains_by_kernel(x) and fits and not torch.compiler.is_compiling():
+    by_kernel = trains_by_kernel(x) and not torch.compiler.is_compiling()
+    if by_kernel and x.is_contiguous() and _is_readable(weight, x):
         from scratchlm.ops.kernels.add_norm import Norm
 
         return Norm.apply(x, weight, eps)
@@ -154,6 +154,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
             return _scaled(x, weight, eps)[0]
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def _is_readable(gain: Tensor, x: Tensor) -> bool:
+    """Whether kernels, which see addresses, read this gain of x right."""
+    return gain.is_contiguous() and gain.shape == x.shape[-1:]
 
 
 def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -189,8 +194,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + δ and its RMSNorm, by one kernel where a GPU trains."""
-    fits = x.shape == delta.shape and gain.is_contiguous() and gain.shape == x.shape[-1:]
-    if not trains_by_kernel(x) or not fits:
+    if not (trains_by_kernel(x) and x.shape == delta.shape and _is_readable(gain, x)):
         total = x + delta
         return total, rms_norm(total, gain, eps)
     from scratchlm.ops.kernels.add_norm import add_norm as by_kernel
