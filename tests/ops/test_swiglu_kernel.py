@@ -28,11 +28,12 @@ CUDA = torch.cuda.is_available()
 CALLS = []
 
 
-def product(x, w13):
+def product(x, w13, w2):
     CALLS.append("product")
     joined = x @ w13.t()
     a, b = joined.chunk(2, dim=-1)
-    return joined, F.silu(a) * b
+    hidden = F.silu(a) * b
+    return hidden @ w2.t(), joined, hidden
 
 
 def back(dy, w2, joined):
@@ -42,8 +43,8 @@ def back(dy, w2, joined):
     return torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
 
 
-kernels.gated_product_op.register_kernel("cpu")(product)
-kernels.gated_product_back_op.register_kernel("cpu")(back)
+kernels.swiglu.register_kernel("cpu")(product)
+kernels.through_gate.register_kernel("cpu")(back)
 
 
 @pytest.fixture
@@ -123,34 +124,36 @@ def test_twins_are_multiplied_and_get_the_gradients(taken):
 CONFIG = ModelConfig(31, 16, 16, 3, 2, 24)
 
 
-def gradients(policy, layers=None):
+def gradients(policy, layers=None, compiled=False):
     torch.manual_seed(0)
     model = TransformerLM(CONFIG)
     apply_checkpointing(model, policy, layers)
+    if compiled:  # with what decides on keeping or computing again
+        torch._dynamo.reset()
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     ids = torch.randint(31, (2, 9))
     model.loss(ids, ids).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("policy", "layers", "products"),
     [("none", None, 3), ("ffn", None, 6), ("ffn", 1, 4), ("selective", 1, 4), ("block", 2, 5)],
 )
 def test_a_product_is_computed_again_only_where_it_is_not_kept(
-    monkeypatch, policy, layers, products
+    monkeypatch, policy, layers, products, compiled
 ):
     expected = gradients("none")
     CALLS.clear()
-    monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: True)
-    swiglu = fast.swiglu
 
-    def as_on_a_gpu(x, *weights):  # the feed-forward layer alone: other kernels are not here
-        with monkeypatch.context() as patched:
-            patched.setattr(fast, "trains_by_kernel", lambda x: True)
-            return swiglu(x, *weights)
+    def as_on_a_gpu(x, w1, w2, w3, *biases):
+        """The feed-forward layer alone: other kernels are not here."""
+        return products_with_gate.swiglu(x, fast.in_one((w1, w3), x.dtype), w2)
 
     monkeypatch.setitem(OPS, "fast", replace(OPS["fast"], swiglu=as_on_a_gpu))
-    got = gradients(policy, layers)
+    got = gradients(policy, layers, compiled)
     assert CALLS.count("product") == products
     assert CALLS.count("back") == 3
     for name, gradient in expected.items():

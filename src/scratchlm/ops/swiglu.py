@@ -9,7 +9,6 @@ The first of each row is a kernel (`kernels/swiglu.py`); elsewhere the gate is a
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,33 +39,9 @@ def _is_hopper(device: int) -> bool:
     return _KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """y of rows x, all in bfloat16; [W1; W3] in one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        from scratchlm.ops.kernels.swiglu import gated_product_op
-
-        joined, hidden = gated_product_op(x, w13)
-        ctx.save_for_backward(x, w13, w2, joined, hidden)
-        return hidden @ w2.t()
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        from scratchlm.ops.kernels.swiglu import gated_product_back_op
-
-        x, w13, w2, joined, hidden = ctx.saved_tensors
-        for_x, for_13, for_2 = ctx.needs_input_grad
-        of_x: Tensor | None = None
-        of_13: Tensor | None = None
-        if for_x or for_13:
-            of_joined = gated_product_back_op(slope, w2, joined)
-            of_x = of_joined @ w13 if for_x else None
-            of_13 = of_joined.t() @ x if for_13 else None
-        return of_x, of_13, slope.t() @ hidden if for_2 else None
-
-
 def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """W2(SiLU(W1 x) ⊙ W3 x) for x of any shape, where `takes` says so."""
-    y: Tensor = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), w13, w2)
+    """W2(SiLU(W1 x) ⊙ W3 x) for x of any shape, all in bfloat16, where `takes` says so."""
+    from scratchlm.ops.kernels.swiglu import swiglu as by_kernels
+
+    y: Tensor = by_kernels(x.reshape(-1, x.shape[-1]), w13, w2)[0]
     return y.view(*x.shape[:-1], len(w2))
