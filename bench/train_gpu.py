@@ -228,14 +228,14 @@ KINDS = {
     "products with the gate inside": ("_forward", "_back"),
     "attention": ("fmha", "flash", "sdpa", "cudnn"),
     "products": ("gemm", "nvjet", "cutlass", "cublas"),
-    "the gate": ("_gate_rows",),
+    "the gate": ("_gate_rows", "_gate_rows_back"),
     "heads cut, turned and joined": ("_cut_heads", "_join_heads"),
     "norms and sums": ("_add_and_norm", "_norm_and_add_back", "_sum_columns", "norm", "_add_"),
     "to and from 8 bits": ("_quantize", "_greatest"),
     "AdamW": ("_adamw", "multi_tensor"),
     "loss": ("_loss_and_gradient", "_scale_rows"),
 }
-WHOLE_NAMES = ("_forward", "_back")  # parts of others' names too
+WHOLE_NAMES = ("_forward", "_back", "_gate_rows", "_gate_rows_back")  # parts of others' names too
 
 
 def kind_of(kernel: str) -> str:

@@ -43,8 +43,8 @@ def back(dy, w2, joined):
     return torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
 
 
-products_with_gate.of_rows.register_kernel("cpu")(product)
-products_with_gate.through_gate.register_kernel("cpu")(back)
+kernels.swiglu.register_kernel("cpu")(product)
+kernels.through_gate.register_kernel("cpu")(back)
 
 
 @pytest.fixture

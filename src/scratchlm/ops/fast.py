@@ -113,8 +113,11 @@ def in_one(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     twin = twin_of(weights)
     if twin is not None:
         return twin
-    parts = [weight.to(dtype) for weight in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (
+        torch.cat([part.to(dtype) for part in weights])
+        if len(weights) > 1
+        else weights[0].to(dtype)
+    )
 
 
 def _low(x: Tensor) -> torch.dtype:

@@ -238,12 +238,16 @@ _DEAR = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.scratchlm.swiglu.default,  # on Hopper
 }
 
 
+_DEAR_OF_OURS = {"scratchlm::swiglu"}  # by name: there only where it has run
+
+
 def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    if op in _DEAR or op.name() in _DEAR_OF_OURS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache

@@ -31,6 +31,8 @@ Gluon is experimental, and nothing interprets it on a CPU: `ops/swiglu.py` says 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -407,3 +409,52 @@ def gated_product_back(dy: Tensor, w2: Tensor, joined: Tensor, programs: int = 0
     ]
     _launch(_back, tensors, (rows // TILE, triton.cdiv(d_ff, TILE), d // DEEP), programs)
     return out
+
+
+# As torch sees them: whole operations, which a compiler does not open. The first is all of SwiGLU,
+# and has its gradient from torch.library: so a compiler, too, computes it again where it is told to
+# keep nothing (of an autograd.Function torch 2.11 keeps everything).
+
+
+@torch.library.custom_op("scratchlm::swiglu", mutates_args=(), device_types="cuda")
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W2 h of rows x, and what is kept for the backward pass: [a | b] and h."""
+    joined, hidden = gated_product(x, w13)
+    return hidden @ w2.t(), joined, hidden
+
+
+@torch.library.custom_op("scratchlm::gated_product_back", mutates_args=(), device_types="cuda")
+def through_gate(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
+    """Return the gradient of [a | b]."""
+    return gated_product_back(dy, w2, joined)
+
+
+@swiglu.register_fake
+def _(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    joined, hidden = x.new_empty(len(x), len(w13)), x.new_empty(len(x), len(w13) // 2)
+    return x.new_empty(len(x), len(w2)), joined, hidden
+
+
+@through_gate.register_fake
+def _(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
+    return joined.new_empty(joined.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _slopes(ctx: Any, slope: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    x, w13, w2, joined, hidden = ctx.saved_tensors
+    for_x, for_13, for_2 = ctx.needs_input_grad
+    of_x: Tensor | None = None
+    of_13: Tensor | None = None
+    if for_x or for_13:
+        of_joined = through_gate(slope, w2, joined)
+        of_x = of_joined @ w13 if for_x else None
+        of_13 = of_joined.t() @ x if for_13 else None
+    return of_x, of_13, slope.t() @ hidden if for_2 else None
+
+
+swiglu.register_autograd(_slopes, setup_context=_keep)
