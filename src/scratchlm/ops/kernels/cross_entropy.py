@@ -61,12 +61,13 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     reference = tl.full((), _LOWEST, tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)  # each thread its own; they meet at the end
     column = tl.arange(0, BLOCK)
-    coming = tl.load(start + column, mask=column < vocab, other=float("-inf"))
+    coming = tl.load(start + column, mask=column < stride, other=float("-inf"))
     for first in range(0, stride, BLOCK):
-        x = coming.to(tl.float32)
         column = first + tl.arange(0, BLOCK)
+        # Not by the load's mask: it reads 16 bytes at once only if all or none of them count.
+        x = tl.where(column < vocab, coming.to(tl.float32), float("-inf"))
         later = column + BLOCK  # asked for before this one's maximum is waited for
-        coming = tl.load(start + later, mask=later < vocab, other=float("-inf"))
+        coming = tl.load(start + later, mask=later < stride, other=float("-inf"))
         top = tl.max(x, axis=0)
         if (first == 0) | (top > reference + RISE):
             higher = tl.maximum(top, _LOWEST)
