@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from scratchlm.ops import OPS, fast, loss, opaque, reference
+from scratchlm.ops import OPS, fast, hopper, loss, opaque, reference
 from scratchlm.ops.kernels import cross_entropy
+from scratchlm.ops.kernels import exp_product as exp_kernel
 
 
 def some(rows=40, width=6, vocab=23, dtype=torch.float64, device="cpu"):
@@ -262,6 +263,74 @@ def test_the_factors_a_kernel_leaves_reach_both_gradients(dtype, wanted, monkeyp
 
 def _around(logits, pair):
     return pair[0], logits, pair[1]
+
+
+# Where the product writes exp(x − r): a formula stands for it, which nothing interprets
+
+
+def exp_product(x, w, references, vocab, out):
+    power = x.double() @ w.double().t() - references[:, None]
+    e = power.clamp(max=exp_kernel.CAP).exp()
+    e[:, vocab:] = 0
+    out.copy_(e)
+    return torch.stack([part.sum(dim=1) for part in e.split(128, dim=1)]).float()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("rises", [0.0, 3.0])
+@pytest.mark.parametrize(("rows", "vocab", "padded"), [(70, 300, 384), (33, 128, 128)])
+def test_rows_are_finished_from_their_sums(monkeypatch, rows, vocab, padded, rises, z_loss):
+    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    x = torch.randn(rows, 24, device=DEVICE)
+    head = torch.zeros(padded, 24, device=DEVICE)
+    head[:vocab] = torch.randn(vocab, 24, device=DEVICE)
+    targets = torch.randint(vocab, (rows,), device=DEVICE)
+    targets[::5] = -1
+    x[3], targets[3] = 0, 1
+    x[1::4] *= 1 + 10 * rises  # logits of some rows differ by hundreds: more than CAP
+    out = torch.full((rows, padded), torch.nan, device=DEVICE)
+    losses, factors = cross_entropy.loss_and_gradient_of(x, head, targets, vocab, z_loss, out)
+    logits = (x.double() @ head[:vocab].double().t()).requires_grad_()
+    chosen = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    lse = logits.logsumexp(1)
+    truth = (lse - chosen + z_loss * lse**2).masked_fill(targets < 0, 0)
+    torch.testing.assert_close(losses.double(), truth.detach(), atol=1e-4, rtol=1e-5)
+    (slope,) = torch.autograd.grad(truth.sum(), logits)
+    got = out.double() * factors.double()[:, None]
+    torch.testing.assert_close(got[:, :vocab], slope, atol=1e-5, rtol=1e-4)
+    assert (got[:, vocab:] == 0).all()
+    again = (logits - chosen[:, None]).amax(1) > exp_kernel.CAP
+    assert bool(again[targets >= 0].any()) == bool(rises)  # the case is what it is meant to be
+
+
+def test_a_row_that_is_nan_is_nan_and_no_other(monkeypatch):
+    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    x, head = torch.randn(40, 16, device=DEVICE), torch.randn(64, 16, device=DEVICE)
+    x[7] = torch.nan
+    out, targets = torch.empty(40, 64, device=DEVICE), torch.zeros(40, dtype=int, device=DEVICE)
+    losses, factors = cross_entropy.loss_and_gradient_of(x, head, targets, 64, 0.0, out)
+    bad = torch.arange(40, device=DEVICE) == 7
+    assert torch.equal(losses.isnan(), bad)
+    assert torch.equal((out * factors[:, None]).isnan().any(dim=1), bad)
+
+
+def test_the_sliced_loss_takes_that_product_where_it_trains_alone(monkeypatch):
+    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    asked = []
+    monkeypatch.setattr(
+        hopper, "takes", lambda x, columns, dtype: (asked.append((len(x), columns)), True)[1]
+    )
+    monkeypatch.setattr(loss, "_slice_size", lambda rows, vocab, device: 32)
+    hidden, weight, targets = some(dtype=torch.float32, device=DEVICE)
+    ours = slopes(fast.linear_cross_entropy, hidden, weight, targets, z_loss=0.1)
+    truth = slopes(reference.linear_cross_entropy, hidden, weight, targets, z_loss=0.1)
+    for got, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    columns = len(loss._padded(weight, torch.float32))
+    assert asked == [(32, columns), (8, columns)]
+    with torch.no_grad():
+        fast.linear_cross_entropy(hidden, weight, targets)
+    assert len(asked) == 2
 
 
 @pytest.mark.cuda

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import SwiGLU
-from scratchlm.ops import OPS, fast, reference
+from scratchlm.ops import OPS, fast, hopper, reference
 from scratchlm.ops import swiglu as products_with_gate
-from scratchlm.ops.kernels import gate
+from scratchlm.ops.kernels import gate, products
 from scratchlm.ops.kernels import swiglu as kernels
 from scratchlm.training.learner import apply_checkpointing
 
@@ -28,12 +28,13 @@ CUDA = torch.cuda.is_available()
 CALLS = []
 
 
-def product(x, w13, w2):
+def product(x, w13, w2, onto):
     CALLS.append("product")
     joined = x @ w13.t()
     a, b = joined.chunk(2, dim=-1)
     hidden = F.silu(a) * b
-    return hidden @ w2.t(), joined, hidden
+    y = hidden @ w2.t()
+    return y if onto is None else y + onto, joined, hidden
 
 
 def back(dy, w2, joined):
@@ -45,6 +46,7 @@ def back(dy, w2, joined):
 
 kernels.swiglu.register_kernel("cpu")(product)
 kernels.through_gate.register_kernel("cpu")(back)
+products.product_back.register_kernel("cpu")(lambda dy, w: dy @ w)
 
 
 @pytest.fixture
@@ -161,8 +163,8 @@ def test_a_product_is_computed_again_only_where_it_is_not_kept(
 
 
 def test_it_is_for_bfloat16_and_whole_tiles_on_a_hopper_gpu(monkeypatch):
-    hopper = {"is": True}
-    monkeypatch.setattr(products_with_gate, "_is_hopper", lambda device: hopper["is"])
+    gpu = {"is hopper": True}
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: gpu["is hopper"])
 
     def takes(*shape, d_ff=200, dtype=torch.bfloat16, cuda=True):
         x = SimpleNamespace(shape=torch.Size(shape), is_cuda=cuda, device=SimpleNamespace(index=0))
@@ -176,7 +178,7 @@ def test_it_is_for_bfloat16_and_whole_tiles_on_a_hopper_gpu(monkeypatch):
     assert not takes(128, 64, d_ff=204)
     assert not takes(128, 64, dtype=torch.float16)
     assert not takes(128, 64, cuda=False)
-    hopper["is"] = False
+    gpu["is hopper"] = False
     assert not takes(128, 64)
 
 
@@ -185,13 +187,11 @@ def test_it_is_for_bfloat16_and_whole_tiles_on_a_hopper_gpu(monkeypatch):
 def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy, version):
     torch._dynamo.reset()  # it would not ask again
     asked = []
-    monkeypatch.setattr(products_with_gate, "_KNOWN", True)
+    monkeypatch.setattr(hopper, "_KNOWN", True)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (asked.append(device), version)[1]
     )
-    monkeypatch.setattr(
-        products_with_gate, "takes", lambda x, w2, dtype: products_with_gate._is_hopper(3)
-    )
+    monkeypatch.setattr(products_with_gate, "takes", lambda x, w2, dtype: hopper.is_hopper(3))
     layers = torch.nn.Module()
     layers.attn, layers.ffn = torch.nn.Identity(), SwiGLU(12, 20)
     model = SimpleNamespace(layers=[layers])
@@ -204,26 +204,26 @@ def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy,
     assert ("product" in CALLS) == (version == (9, 0))
 
 
-def test_both_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
-    program = Path(__file__).with_name("compile_swiglu.py")
+def test_the_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
+    program = Path(__file__).with_name("compile_gluon.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines] == ["_forward", "_back"]
-    for _, spilled, shared, products in lines:
+    assert {line[0] for line in lines} == {"_forward", "_back", "_product", "_exp_product"}
+    for _, spilled, shared, instructions in lines:
         assert int(spilled) == 0
         assert int(shared) <= 227 * 1024  # what a program can have
-        assert int(products) > 0
+        assert int(instructions) > 0
 
 
 # On a Hopper GPU
 
 
 def is_hopper():
-    return CUDA and products_with_gate._is_hopper(torch.cuda.current_device())
+    return CUDA and hopper.is_hopper(torch.cuda.current_device())
 
 
 on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")

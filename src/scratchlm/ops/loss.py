@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scratchlm.ops import hopper
 from scratchlm.ops.kernels import has_triton
 from scratchlm.ops.ranges import can_look, counted_targets
 
@@ -44,6 +45,8 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     index, counts = index.reshape(-1), counts.reshape(-1)
     labels = index.masked_fill(~counts, -1)
+    if not torch.is_grad_enabled():  # a function is told what requires gradients even so
+        rows, weight = rows.detach(), weight.detach()
     total: Tensor
     if torch.compiler.is_compiling():  # without autocast: see `compiles_closed`
         from scratchlm.ops.opaque import loss_and_gradients
@@ -105,9 +108,8 @@ def sliced_loss(
         buffer = rows.new_empty(size, len(head))
         for start in range(0, len(rows), size):
             part, target = rows[start : start + size], targets[start : start + size]
-            logits = torch.mm(part, head.t(), out=buffer[: len(part)])
-            wants = wants_rows or wants_weight
-            slopes = _loss_and_gradient(logits, target, len(weight), z_loss, wants)
+            wants, out = wants_rows or wants_weight, buffer[: len(part)]
+            slopes = _slopes(part, head, target, len(weight), z_loss, wants, out)
             total += slopes.losses.sum()
             gradients.add(start, slopes, part, head)
     return total, gradients
@@ -198,6 +200,25 @@ def _slice_size(rows: int, vocab: int, device: str) -> int:
     tile = 128 if device == "cuda" else 1
     size = -(-rows // max(1, slices))
     return min(max(rows, 1), -(-max(size, 128) // tile) * tile)
+
+
+def _slopes(
+    part: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab: int,
+    z_loss: float,
+    gradient: bool,
+    out: Tensor,
+) -> _Slopes:
+    """Return what the logits of a slice of rows give, in the memory of `out`."""
+    if gradient and hopper.takes(part, len(head), part.dtype):
+        from scratchlm.ops.kernels.cross_entropy import loss_and_gradient_of
+
+        losses, factors = loss_and_gradient_of(part, head, targets, vocab, z_loss, out)
+        return _Slopes(losses, out, factors)
+    logits = torch.mm(part, head.t(), out=out)
+    return _loss_and_gradient(logits, targets, vocab, z_loss, gradient)
 
 
 def _loss_and_gradient(

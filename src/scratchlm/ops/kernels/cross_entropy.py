@@ -15,9 +15,15 @@ written already is brought down to the higher one: rare, and as costly as a seco
 
 Logits are low-precision in memory and float32 in registers; columns past the vocabulary (the
 head's padding) take no part and get gradient 0.
+
+On Hopper the product itself writes exp(x − r) and its sums (`exp_product.py`), with the target's
+logit, which is known beforehand, for r: then a row is finished without reading it. Where one rises
+more than that product's `CAP` above r, its logits are formed again, one by one, and taken as above.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -41,7 +47,15 @@ def _lower(start, end, by, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _loss_and_gradient(  # type: ignore[no-untyped-def]
+def _slope(lse, z_loss):  # type: ignore[no-untyped-def]
+    """Return f = 1 + 2·z·lse, never 0: the target's entry is over it."""
+    slope = 1 + 2 * z_loss * lse
+    return tl.where(tl.abs(slope) < 1e-6, 1e-6, slope)
+
+
+@triton.jit
+def _take_row(  # type: ignore[no-untyped-def]
+    row,
     logits,
     targets,
     losses,
@@ -52,7 +66,6 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     target = tl.load(targets + row)
     counts = target >= 0
@@ -85,12 +98,27 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     lse = reference + tl.log(total)
     tl.store(losses + row, tl.where(counts, lse - chosen + z_loss * lse * lse, 0.0))
     if GRADIENT:
-        slope = 1 + 2 * z_loss * lse
-        slope = tl.where(tl.abs(slope) < 1e-6, 1e-6, slope)  # the target's entry is over it
+        slope = _slope(lse, z_loss)
         tl.store(factors + row, tl.where(counts, slope / total, 0.0))
         tl.debug_barrier()  # another thread has written there
         entry = tl.exp(chosen - reference) - total / slope
         tl.store(start + target, entry.to(logits.dtype.element_ty), mask=counts)
+
+
+@triton.jit
+def _loss_and_gradient(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    losses,
+    factors,
+    stride,
+    vocab,
+    z_loss,
+    BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    _take_row(row, logits, targets, losses, factors, stride, vocab, z_loss, BLOCK, GRADIENT)
 
 
 def loss_and_gradient_(
@@ -113,6 +141,118 @@ def loss_and_gradient_(
         BLOCK=block,
         GRADIENT=gradient,
         num_warps=max(1, min(WARPS, block // (32 * LANE))),
+    )
+    return losses, factors
+
+
+# Where the product writes exp(x − r)
+
+
+@triton.jit
+def _target_logits(  # type: ignore[no-untyped-def]
+    x, head, targets, out, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.maximum(tl.load(targets + row), 0)  # of a row that does not count, any
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    a = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(head + target * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.sum(a * b, axis=0))
+
+
+@triton.jit
+def _form_row(  # type: ignore[no-untyped-def]
+    row, x, head, logits, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    """Write the logits of one row."""
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    for first in range(0, stride, 16):
+        line = (first + tl.arange(0, 16)).to(tl.int64)
+        within = (line < stride)[:, None] & inside[None, :]
+        place = head + line[:, None] * WIDTH + column[None, :]
+        weight = tl.load(place, mask=within, other=0.0).to(tl.float32)
+        logit = tl.sum(weight * value[None, :], axis=1).to(logits.dtype.element_ty)
+        tl.store(logits + row * stride + line, logit, mask=line < stride)
+    tl.debug_barrier()  # other threads read them
+
+
+@triton.jit
+def _finish_rows(  # type: ignore[no-untyped-def]
+    e,
+    sums,
+    x,
+    head,
+    targets,
+    references,
+    losses,
+    factors,
+    rows,
+    tiles,
+    stride,
+    vocab,
+    z_loss,
+    greatest,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        within = (tile < tiles)[:, None] & inside[None, :]
+        part = tl.load(sums + tile[:, None] * rows + row[None, :], mask=within, other=0.0)
+        total += tl.sum(part, axis=0)
+    total = tl.where(inside, total, 1.0)  # of a row there is, the target's own e is 1
+    target = tl.load(targets + row, mask=inside, other=-1)
+    counts = target >= 0
+    again = counts & (total >= greatest)  # where it is NaN, forming it again would not help
+    log = tl.log(total)
+    lse = tl.load(references + row, mask=inside, other=0.0) + log
+    slope = _slope(lse, z_loss)
+    tl.store(losses + row, tl.where(counts, log + z_loss * lse * lse, 0.0), mask=inside)
+    tl.store(factors + row, tl.where(counts, slope / total, 0.0), mask=inside)
+    entry = (1 - total / slope).to(e.dtype.element_ty)
+    tl.store(e + row.to(tl.int64) * stride + target, entry, mask=counts)
+    if tl.max(again.to(tl.int32), axis=0) > 0:
+        tl.debug_barrier()  # what stands there is written over
+        for i in range(ROWS):
+            if tl.max(tl.where(row == first + i, again.to(tl.int32), 0), axis=0) > 0:
+                one = (first + i).to(tl.int64)
+                _form_row(one, x, head, e, stride, WIDTH, PADDED)
+                _take_row(one, e, targets, losses, factors, stride, vocab, z_loss, BLOCK, True)
+
+
+def loss_and_gradient_of(
+    x: Tensor, head: Tensor, targets: Tensor, vocab: int, z_loss: float, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of every row of x; write the gradient of its logits, up to a factor a row.
+
+    `targets` are −1 where they do not count; `out` is (rows, len(head)).
+    """
+    from scratchlm.ops.kernels.exp_product import CAP, exp_product
+
+    (rows, width), stride = x.shape, len(head)
+    losses, factors, references = torch.empty(3, rows, dtype=torch.float32, device=x.device)
+    sizes = {"WIDTH": width, "PADDED": triton.next_power_of_2(width)}
+    _target_logits[(rows,)](x, head, targets, references, **sizes)
+    sums = exp_product(x, head, references, vocab, out)
+    per_program = 32
+    _finish_rows[(triton.cdiv(rows, per_program),)](
+        *(out, sums, x, head, targets, references, losses, factors),
+        *(rows, len(sums), stride, vocab, z_loss, math.exp(CAP)),
+        ROWS=per_program,
+        TILES=64,
+        BLOCK=min(BLOCK, max(LANE, triton.next_power_of_2(stride))),
+        num_warps=8,
+        **sizes,
     )
     return losses, factors
 
