@@ -226,6 +226,7 @@ def write_profile(step: Step, path: str) -> str:
 # A kernel is of the first kind that has a part of its name.
 KINDS = {
     "products with the gate inside": ("_forward", "_back"),
+    "the head and its exponentials": ("_exp_product",),
     "attention": ("fmha", "flash", "sdpa", "cudnn"),
     "products": ("gemm", "nvjet", "cutlass", "cublas"),
     "the gate": ("_gate_rows", "_gate_rows_back"),
@@ -233,7 +234,7 @@ KINDS = {
     "norms and sums": ("_add_and_norm", "_norm_and_add_back", "_sum_columns", "norm", "_add_"),
     "to and from 8 bits": ("_quantize", "_greatest"),
     "AdamW": ("_adamw", "multi_tensor"),
-    "loss": ("_loss_and_gradient", "_scale_rows"),
+    "loss": ("_loss_and_gradient", "_target_logits", "_finish_rows", "_scale_rows"),
 }
 WHOLE_NAMES = ("_forward", "_back", "_gate_rows", "_gate_rows_back")  # parts of others' names too
 

@@ -13,16 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from scratchlm.ops.kernels import exp_product, products, swiglu, turns
+from scratchlm.ops.kernels import exp_product, swiglu, turns
 
 TALL, WIDE, SMALL = (128, 64), (64, 128), (64, 64)  # blocks of the matrices described to TMA
 FLOATS = ("*fp32", "*fp32", "i32", "i32")
 KERNELS = [
     (swiglu._forward, [TALL, SMALL, SMALL, TALL, TALL, TALL], {}),
     (swiglu._back, [TALL, WIDE, TALL, TALL, TALL, TALL], {}),
-    (products._product, [TALL, TALL, TALL, TALL], {"FLIP": True, "ADD": False}),
-    (products._product, [TALL, TALL, TALL, TALL], {"FLIP": True, "ADD": True}),
-    (products._product, [TALL, WIDE, TALL, TALL], {"FLIP": False, "ADD": False}),
     (exp_product._exp_product, [TALL, TALL, TALL, *FLOATS], {"CAP": exp_product.CAP}),
 ]
 

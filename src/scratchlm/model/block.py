@@ -18,7 +18,6 @@ from scratchlm.model.layers import (
     LayerNorm,
     RMSNorm,
     SwiGLU,
-    add_ffn,
     add_then_norm,
     side_by_side,
 )
@@ -110,7 +109,7 @@ class TransformerBlock(nn.Module):
             y = x + attended
             return y + self.ffn(self.ln2(y), routes)
         y, normed = add_then_norm(x, attended, self.ln2)
-        return add_ffn(y, self.ffn, normed)
+        return y + self.ffn(normed)
 
     def lay_weights_side_by_side(self) -> None:
         """Let weights that multiply one input lie together in memory: decoding reads them so."""

@@ -90,15 +90,6 @@ def add_then_norm(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Te
     return total, norm(total)
 
 
-def add_ffn(y: Tensor, ffn: nn.Module, x: Tensor) -> Tensor:
-    """Return y + FFN(x): in one op, where the layer is a plain SwiGLU."""
-    if type(ffn) is not SwiGLU or ffn._forward_hooks or ffn._forward_pre_hooks:
-        total: Tensor = y + ffn(x)
-        return total
-    maps = ffn.w1, ffn.w2, ffn.w3
-    return ffn.ops.add_swiglu(y, x, [m.weight for m in maps], [m.bias for m in maps])
-
-
 def side_by_side(maps: Sequence[Linear]) -> None:
     """Move the weights into one block of memory, one after the other, values and names unchanged.
 

@@ -44,20 +44,6 @@ class Ops:
         total = x + delta
         return total, self.rms_norm(total, gain, eps)
 
-    def add_swiglu(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        """y + SwiGLU(x), weights and biases of W1, W2, W3; at once where SwiGLU is the fast one."""
-        if self.swiglu is fast.swiglu:
-            w1, w2, w3 = weights
-            b1, b2, b3 = biases
-            return fast.swiglu(x, w1, w2, w3, b1, b2, b3, onto=y)
-        return y + self.swiglu(x, *weights, *biases)
-
     def turned_heads(
         self,
         x: Tensor,

@@ -49,8 +49,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             y = _linear_by_blocks(x.reshape(rows, x.shape[-1]), weight)
             y = y.view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias
-    if bias is None and trains_by_kernel(x) and hopper.takes(x, len(weight), _low(x)):
-        return hopper.product(x.to(_low(x)), in_one((weight,), _low(x)))
     twin = twin_of((weight,))
     return F.linear(x, weight if twin is None else twin, bias)
 
@@ -128,10 +126,7 @@ def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     """[W₁ x; W₂ x; …] in one product."""
     weight = in_one(weights, _low(x))
     bias = None
-    if all(part is None for part in biases):
-        if trains_by_kernel(x) and hopper.takes(x, len(weight), _low(x)):
-            return hopper.product(x.to(_low(x)), weight)
-    else:
+    if any(part is not None for part in biases):
         parts = zip(weights, biases, strict=True)
         bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
     return F.linear(x, weight, bias)
@@ -395,19 +390,13 @@ def swiglu(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     b3: Tensor | None = None,
-    onto: Tensor | None = None,
 ) -> Tensor:
-    """W2(SiLU(W1 x) ⊙ W3 x), added to `onto` if there is such."""
+    """W2(SiLU(W1 x) ⊙ W3 x)."""
     if trains_by_kernel(x):
         low, biased = _low(x), any(bias is not None for bias in (b1, b2, b3))
-        if not biased and products_with_gate.takes(x, w2, low):
+        if not biased and hopper.takes_gate(x, w2, low):
             w13, w2 = in_one((w1, w3), low), in_one((w2,), low)
-            if onto is None or (onto.dtype == low and onto.shape == x.shape):
-                return products_with_gate.swiglu(x.to(low), w13, w2, onto)
-            return onto + products_with_gate.swiglu(x.to(low), w13, w2)
-    if onto is not None:
-        return onto + swiglu(x, w1, w2, w3, b1, b2, b3)
-    if trains_by_kernel(x):
+            return products_with_gate.swiglu(x.to(low), w13, w2)
         return linear(gate(joined_product(x, (w1, w3), (b1, b3))), w2, b2)
     gated, up = linears(x, (w1, w3), (b1, b3))
     return linear(F.silu(gated) * up, w2, b2)

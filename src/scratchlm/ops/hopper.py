@@ -1,10 +1,9 @@
-"""Where the products written for Hopper's tensor cores run, and the plain one of them.
+"""Where the products written for Hopper's tensor cores run.
 
-    y = x Wᵀ (+ onto),    ∂x = ∂y W by the same kernel,    ∂W = ∂yᵀ x by cuBLAS
-
-The kernels (`kernels/turns.py`, `products.py`, `swiglu.py`, `exp_product.py`) are in Gluon, which
-is experimental: they are for the versions of Triton they were tried with. Elsewhere cuBLAS
-multiplies, and what they do at the end of a tile is a kernel of its own.
+They do at the end of a tile what would be a kernel of its own: SwiGLU's gate (`kernels/swiglu.py`),
+the exponentials of the loss (`kernels/exp_product.py`). They are in Gluon, which is experimental:
+for the versions of Triton they were tried with. Elsewhere cuBLAS multiplies, as it does wherever
+there is nothing to do at the end of a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 VERSIONS = ("3.6", "3.7")
-# Results smaller than this leave some of 132 multiprocessors without a tile of 128 × 128.
+# A result smaller than this leaves some of 132 multiprocessors without a tile of 128 × 128.
 LEAST = 132 * 128 * 128
 
 
@@ -35,16 +34,17 @@ def is_hopper(device: int) -> bool:
     return _KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def takes(x: Tensor, columns: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels are for x and a matrix of `columns` outputs, multiplied in `dtype`."""
-    rows, d = x.shape[:-1].numel(), x.shape[-1]
-    whole = d % 8 == 0 and columns % 8 == 0 and rows * min(d, columns) >= LEAST
+def takes_gate(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
+    """Whether SwiGLU's products are for this input, multiplied in `dtype`."""
+    rows, (d, d_ff) = x.shape[:-1].numel(), w2.shape
+    whole = rows % 128 == 0 and d % 64 == 0 and d_ff % 8 == 0 and rows > 0
     return whole and dtype == torch.bfloat16 and x.is_cuda and is_hopper(x.device.index)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """W x for x of any shape, both in bfloat16, where `takes` says so."""
-    from scratchlm.ops.kernels.products import product as by_kernel
-
-    y: Tensor = by_kernel(x.reshape(-1, x.shape[-1]), weight, None)
-    return y.view(*x.shape[:-1], len(weight))
+def takes_head(rows: Tensor, head: Tensor) -> bool:
+    """Whether the product that writes exponentials is for these rows and this head."""
+    (count, d), columns = rows.shape, len(head)
+    whole = d % 8 == 0 and columns % 8 == 0 and count * columns >= LEAST
+    if not (whole and rows.is_cuda and rows.dtype == head.dtype == torch.bfloat16):
+        return False
+    return is_hopper(rows.device.index)

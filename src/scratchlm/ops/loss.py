@@ -212,7 +212,7 @@ def _slopes(
     out: Tensor,
 ) -> _Slopes:
     """Return what the logits of a slice of rows give, in the memory of `out`."""
-    if gradient and hopper.takes(part, len(head), part.dtype):
+    if gradient and hopper.takes_head(part, head):
         from scratchlm.ops.kernels.cross_entropy import loss_and_gradient_of
 
         losses, factors = loss_and_gradient_of(part, head, targets, vocab, z_loss, out)

@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from scratchlm.ops.kernels.products import multiply_rows, product_back
 from scratchlm.ops.kernels.turns import (
     DEEP,
     SIZES,
@@ -285,12 +284,10 @@ def gated_product_back(dy: Tensor, w2: Tensor, joined: Tensor, programs: int = 0
 
 
 @torch.library.custom_op("scratchlm::swiglu", mutates_args=(), device_types="cuda")
-def swiglu(
-    x: Tensor, w13: Tensor, w2: Tensor, onto: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W2 h of rows x, added to `onto`, and what is kept: [a | b] and h."""
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W2 h of rows x, and what is kept for the backward pass: [a | b] and h."""
     joined, hidden = gated_product(x, w13)
-    return multiply_rows(hidden, w2, onto), joined, hidden
+    return hidden @ w2.t(), joined, hidden
 
 
 @torch.library.custom_op("scratchlm::gated_product_back", mutates_args=(), device_types="cuda")
@@ -300,7 +297,7 @@ def through_gate(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
 
 
 @swiglu.register_fake
-def _(x: Tensor, w13: Tensor, w2: Tensor, onto: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     joined, hidden = x.new_empty(len(x), len(w13)), x.new_empty(len(x), len(w13) // 2)
     return x.new_empty(len(x), len(w2)), joined, hidden
 
@@ -310,22 +307,21 @@ def _(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
     return joined.new_empty(joined.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output[1:])
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _slopes(ctx: Any, slope: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
     x, w13, w2, joined, hidden = ctx.saved_tensors
-    for_x, for_13, for_2, for_onto = ctx.needs_input_grad
+    for_x, for_13, for_2 = ctx.needs_input_grad
     of_x: Tensor | None = None
     of_13: Tensor | None = None
     if for_x or for_13:
         of_joined = through_gate(slope, w2, joined)
-        of_x = product_back(of_joined, w13) if for_x else None
+        of_x = of_joined @ w13 if for_x else None
         of_13 = of_joined.t() @ x if for_13 else None
-    of_2 = slope.t() @ hidden if for_2 else None
-    return of_x, of_13, of_2, slope if for_onto else None
+    return of_x, of_13, slope.t() @ hidden if for_2 else None
 
 
 swiglu.register_autograd(_slopes, setup_context=_keep)
