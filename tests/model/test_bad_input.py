@@ -19,7 +19,7 @@ from scratchlm.model import (
     SinusoidalPositions,
     change_rope_layout,
 )
-from scratchlm.ops import OPS, fast, reference
+from scratchlm.ops import OPS, attention, reference
 from tiny_models import PLAIN, build, ids
 
 SIZES = {"vocab_size": 32, "context_length": 16, "d_model": 8, "num_layers": 1, "num_heads": 2}
@@ -314,7 +314,7 @@ CASES = {
         f"{name} {what}": (lambda f=f, a=a: f(*a()), error, line)
         for name, f in (
             ("reference", reference.scaled_dot_product_attention),
-            ("fast", fast.scaled_dot_product_attention),
+            ("fast", attention.scaled_dot_product_attention),
         )
         for what, a, error, line in (
             (

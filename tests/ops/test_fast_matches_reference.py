@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from scratchlm.ops import OPS, CausalMask, Ops, experts, fast, reference
+from scratchlm.ops import OPS, CausalMask, Ops, attention, experts, reference
 from scratchlm.ops.short_attention import SHORT
 
 
@@ -227,7 +227,7 @@ def compare(op, case, dtype, device):
 @pytest.mark.parametrize("case", CASES["attention"])
 def test_fast_attention_in_chunks_matches_reference(case, monkeypatch):
     """The same cases again, two queries at a time: the path that long sequences take."""
-    monkeypatch.setattr(fast, "QUERY_CHUNK", 2)
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 2)
     compare("attention", case, torch.float64, "cpu")
 
 
@@ -256,7 +256,7 @@ def kept_bytes(seq, mask):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        fast.attention(q, k, v, mask)
+        attention.attention(q, k, v, mask)
     return sum(kept.values())
 
 
@@ -294,5 +294,5 @@ def test_attention_forms_no_table_over_all_queries():
     q, k, v = (torch.randn(1, 1, seq, 16) for _ in range(3))
     mask = CausalMask(key_valid=torch.ones(1, seq, dtype=torch.bool))
     with Watch(), torch.no_grad():
-        fast.attention(q, k, v, mask)
-    assert largest <= 4 * fast.QUERY_CHUNK * seq  # a float32 table of one chunk
+        attention.attention(q, k, v, mask)
+    assert largest <= 4 * attention.QUERY_CHUNK * seq  # a float32 table of one chunk

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ops.test_fast_matches_reference import CASES
-from scratchlm.ops import OPS, CausalMask, fast, reference, short_attention
+from scratchlm.ops import OPS, CausalMask, attention, fast, reference, short_attention
 
 PLAIN = CASES.keys() - {"linears"}  # those that take tensors, one after the other
 WIDE, HIGH = 256, fast.BLOCKS_FROM // 256
@@ -109,7 +109,7 @@ def which_attention(monkeypatch, seq, kv_heads=4, dtype=torch.float32):
     monkeypatch.setattr(short_attention, "attend", lambda *qkv: (calls.append(qkv), whole(*qkv))[1])
     q = torch.randn(2, 4, seq, 8, dtype=dtype, requires_grad=True)
     k, v = torch.randn(2, 2, kv_heads, seq, 8, dtype=dtype).unbind()
-    fast.attention(q, k, v, CausalMask())
+    attention.attention(q, k, v, CausalMask())
     return len(calls) == 1
 
 
@@ -132,7 +132,7 @@ def test_the_future_of_a_short_sequence_gets_no_gradient_and_gives_no_value():
     q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64).unbind()
     k.requires_grad_()
     v.requires_grad_()
-    past = fast.attention(q, k, v, CausalMask())[:, :, :4]
+    past = attention.attention(q, k, v, CausalMask())[:, :, :4]
     for slope in torch.autograd.grad(past.sum(), (k, v)):
         assert (slope[:, :, 4:] == 0).all()
         assert (slope[:, :, :3] != 0).any()

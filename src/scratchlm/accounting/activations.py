@@ -4,9 +4,9 @@ Derived from `ops/fast.py` as it runs on a GPU (and checked against it by a test
 saved tensor): a matrix product keeps its input, RMSNorm its input as it is (a layer's second, which
 one kernel makes together with the sum before it, that sum), LayerNorm its input in float32 and its
 statistics, SwiGLU's gate both its inputs, fused attention Q, K, V, its output and a log-sum per
-row. Under autocast every product keeps the
-cast copies of its input and of its weight. Products of one input (Q, K, V; W1, W3) are one product:
-one copy of the input, and a joined copy of the weights in any precision.
+row. Under autocast every product keeps the cast copies of its input and of its weight. Products of
+one input (Q, K, V; W1, W3) are one product: one copy of the input, and a joined copy of the weights
+in any precision.
 
 The fused loss (`ops/loss.py`) forms n_s rows of logits at a time, of V_p columns,
 
@@ -85,7 +85,7 @@ def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> l
         parts.append(leaf("attention input", b_r * TOKENS * d))
     else:
         parts.append(group("attention", _attention(config, execution)))
-    parts += _norm_2(config)
+    parts += _norm("norm 2", config)
     if policy == "ffn":
         width = b_a if adds_and_norms(config) else b_r
         parts.append(leaf("feed-forward input", width * TOKENS * d))
@@ -118,12 +118,6 @@ def adds_and_norms(config: ModelConfig) -> bool:
     """
     plain = config.norm_placement == "pre" and not isinstance(config.ffn, MoE)
     return plain and isinstance(config.norm, RMSNorm)
-
-
-def _norm_2(config: ModelConfig) -> list[Node]:
-    if adds_and_norms(config):
-        return [leaf("norm 2 input", b_r * TOKENS * d, note="the sum itself")]
-    return _norm("norm 2", config)
 
 
 def _norm(name: str, config: ModelConfig) -> list[Node]:

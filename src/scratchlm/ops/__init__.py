@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from scratchlm.ops import experts, fast, fp8, reference
+from scratchlm.ops import attention, experts, fast, fp8, reference
 from scratchlm.ops.masks import CausalMask
 from scratchlm.ops.routing import Routed, load_balancing_loss
 
@@ -94,7 +94,7 @@ OPS: dict[str, Ops] = {
         rms_norm=fast.rms_norm,
         layer_norm=fast.layer_norm,
         rope=fast.rope,
-        attention=fast.attention,
+        attention=attention.attention,
         swiglu=fast.swiglu,
         mlp=fast.mlp,
         moe=experts.moe,

@@ -1,0 +1,92 @@
+"""Attention as fast as the machine allows: torch's kernels, and which of them for what.
+
+The same names and signatures as in `ops/reference.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from scratchlm.ops import short_attention
+from scratchlm.ops.masks import CausalMask, Mask, check_attention
+
+# Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
+# for one chunk only, so memory grows linearly with the sequence.
+QUERY_CHUNK = 512
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask = None
+) -> Tensor:
+    """softmax(Q Kᵀ / √d_k) V."""
+    check_attention(query, key, value, mask)
+    return _attend(query, key, value, mask)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
+    """Attention over heads; with fewer key heads, each serves a group of query heads."""
+    return _attend(query, key, value, mask, grouped=query.shape[-3] != key.shape[-3])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    if not isinstance(mask, CausalMask):
+        return _attend_by_table(q, k, v, mask, grouped, may_blind=True)
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    if mask.is_plain and mask.start == 0 and num_queries == num_keys:
+        return _attend_causally(q, k, v, grouped)
+    if mask.is_plain and num_queries == 1 and num_keys == mask.start + 1:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    if num_queries <= QUERY_CHUNK:
+        return _attend_chunk(q, k, v, mask, range(num_queries), grouped)
+    parts = []
+    for start in range(0, num_queries, QUERY_CHUNK):
+        queries = range(start, min(start + QUERY_CHUNK, num_queries))
+        # Autograd would keep every chunk's table; recomputing it keeps none.
+        part = checkpoint(_attend_chunk, q, k, v, mask, queries, grouped, use_reentrant=False)
+        parts.append(part)
+    return torch.cat(parts, dim=-2)
+
+
+# In the order of their speed on Hopper; each is passed over where it does not apply.
+_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    if not grouped and short_attention.is_short(q, k, v):
+        return short_attention.attend(q, k, v)
+    # cuDNN plans anew for every length: that pays in training, where lengths do not change.
+    if not (q.is_cuda and torch.is_grad_enabled()):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    with sdpa_kernel(_KERNELS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, queries: range, grouped: bool
+) -> Tensor:
+    keys = mask.visible_keys(queries, k.shape[-2])
+    q = q[..., queries.start : queries.stop, :]
+    k, v = k[..., keys.start : keys.stop, :], v[..., keys.start : keys.stop, :]
+    table = mask.table(queries, keys, q.device)
+    return _attend_by_table(q, k, v, table, grouped, mask.may_blind)
+
+
+def _attend_by_table(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_blind: bool
+) -> Tensor:
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+    if not may_blind:
+        return mixed
+    # Some of torch's GPU kernels average over all keys where a query sees none.
+    return mixed.masked_fill(~table.any(dim=-1, keepdim=True), 0.0)
