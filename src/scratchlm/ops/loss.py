@@ -186,7 +186,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the head in the dtype it is multiplied in, on a GPU with a length divisible by 8."""
     weight = weight.detach()
     if not weight.is_cuda or len(weight) % 8 == 0:
-        return weight.to(dtype)
+        return weight.to(dtype).contiguous()  # kernels see addresses
     length = -(-len(weight) // 128) * 128
     padded = weight.new_zeros(length, weight.shape[1], dtype=dtype)
     padded[: len(weight)] = weight
