@@ -33,13 +33,15 @@ from shakespeare import Peer
 SHAPES = {"common": (4, 256, 8, 704, 4096, 256, 16, 12), "demo": (3, 64, 4, 192, 640, 72, 32, 100)}
 LAYERS, WIDTH, HEADS, FF, VOCAB, SEQ, BATCH, STEPS = SHAPES["common"]
 MODES = ("eager", "compiled")
+SHARED = "compiled, a share of the rows for each thread"  # ours alone has it
 Step = Callable[[Tensor, Tensor], object]
 
 
 def ours(mode: str) -> tuple[nn.Module, Step]:
     model = TransformerLM(ModelConfig(VOCAB, SEQ, WIDTH, LAYERS, HEADS, FF))
     how = "off" if mode == "eager" else "model"
-    learner = Learner(model, TrainConfig(batch_size=BATCH, compile=how))
+    shares = torch.get_num_threads() if mode == SHARED else 1
+    learner = Learner(model, TrainConfig(batch_size=BATCH, compile=how, shares=shares))
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         take_step(learner, Batch(tokens, targets), 1, 1e-4)
@@ -123,7 +125,7 @@ def main() -> None:
     runners = {
         (name, mode): (*make(mode), list[float]())
         for name, make in MAKERS.items()
-        for mode in MODES
+        for mode in (*MODES, SHARED)[: 3 if name == "ours" else 2]
     }
     rates = [matmul_rate()]
     # Interleaved, so that whatever else the machine does falls on all.

@@ -54,6 +54,13 @@ class Batch:
         """Count the targets that are not ignored."""
         return int((self.targets != IGNORE_INDEX).sum())
 
+    def cut(self, rows: int) -> Iterator[Batch]:
+        """Cut into pieces of at most `rows` rows."""
+        for start in range(0, len(self.inputs), rows):
+            piece = slice(start, start + rows)
+            documents = None if self.document_ids is None else self.document_ids[piece]
+            yield Batch(self.inputs[piece], self.targets[piece], documents)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Copy to a device."""
         document_ids = self.document_ids

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from scratchlm.ops import OPS, Ops
 from scratchlm.training.optimizers import AdamW, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
+from scratchlm.training.shares import Shares
 from scratchlm.training.twins import Twins
 
 
@@ -72,6 +73,9 @@ class Learner:
             for optimizer in self.optimizers:
                 if hasattr(optimizer, "write_twins"):
                     optimizer.write_twins(self.twins)
+        self.shares: Shares | None = None
+        if settings.shares > 1 and self.device.type == "cpu":
+            self.shares = Shares(settings.shares)
         self.recorded: RecordedBackward | None = None
         if settings.cuda_graph and self.device.type == "cuda":
             self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))
@@ -83,18 +87,39 @@ class Learner:
 
     def backward(self, batch: Batch, weight: Tensor) -> Tensor:
         """Add to the gradients those of the batch's mean loss × weight; return that."""
+        if self.shares is not None:
+            return self._backward_in_shares(self.shares, batch, weight)
         batch = batch.to(self.device, non_blocking=True)
         with contextlib.nullcontext() if self.twins is None else self.twins.shown():
-            with self.autocast():
-                mean = self.loss(
-                    batch.inputs,
-                    batch.targets,
-                    document_ids=batch.document_ids,
-                    z_loss=self.settings.z_loss,
-                )
-            share = mean * weight.to(mean, non_blocking=True)
+            share = self._weighed_loss(batch, weight)
             share.backward()
         return share.detach()
+
+    def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
+        with self.autocast():
+            mean = self.loss(
+                batch.inputs,
+                batch.targets,
+                document_ids=batch.document_ids,
+                z_loss=self.settings.z_loss,
+            )
+        return mean * weight.to(mean, non_blocking=True)
+
+    def _backward_in_shares(self, shares: Shares, batch: Batch, weight: Tensor) -> Tensor:
+        parameters, total = list(self.parameters.values()), max(1, batch.num_targets())
+
+        def work(part: Batch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+            loss = self._weighed_loss(part, weight * (part.num_targets() / total))
+            return loss.detach(), torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        losses, gradients = zip(*shares.each(work, batch), strict=True)
+        for p, *parts in zip(parameters, *gradients, strict=True):
+            found = [part for part in (p.grad, *parts) if part is not None]
+            if len(found) == 1:  # two parameters may have been given one tensor
+                p.grad = found[0].clone()
+            elif found:
+                p.grad = reduce(torch.add, found)
+        return torch.stack(losses).sum()
 
     def set_lr(self, lr: float) -> None:
         """Give every optimizer the step's learning rate."""

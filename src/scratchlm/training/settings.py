@@ -58,6 +58,7 @@ class TrainConfig:
     compile: str = "off"
     checkpointing: str = "none"
     checkpointed_layers: int | None = None  # that many, the first; None: all
+    shares: int = 1  # of a batch, computed side by side, a thread each; a CPU's matter
     cuda_graph: bool = False  # forward and backward recorded once and replayed; a GPU's matter
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # when
@@ -142,6 +143,7 @@ _WHOLE = {
     "save_every": 1,
     "keep_last": 1,
     "checkpointed_layers": 0,
+    "shares": 1,
     "patience": 0,
 }
 _RANGES: dict[str, tuple[float, float]] = {

@@ -12,7 +12,6 @@ are cut.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +74,7 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
     if learner.twins is not None:
         learner.twins.refresh()
     settings, total = learner.settings, max(1, batch.num_targets())
-    parts = list(micro_batches(batch, settings.micro_batch_size or settings.batch_size))
+    parts = list(batch.cut(settings.micro_batch_size or settings.batch_size))
     shares = []
     for part in parts:
         weight = torch.tensor(part.num_targets() / total, dtype=torch.float64)
@@ -84,11 +83,3 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
         else:
             shares.append(learner.backward(part, weight))
     return torch.stack(shares).sum()
-
-
-def micro_batches(batch: Batch, rows: int) -> Iterator[Batch]:
-    """Cut a batch into pieces of at most `rows` rows."""
-    for start in range(0, len(batch.inputs), rows):
-        piece = slice(start, start + rows)
-        documents = None if batch.document_ids is None else batch.document_ids[piece]
-        yield Batch(batch.inputs[piece], batch.targets[piece], documents)
