@@ -57,9 +57,9 @@ def _consume(
     for i in range(C, count(tiles_down, tiles_across), 2):
         m, n = mine(i, tiles_down, tiles_across, GROUP)
         row = m * 128 + gl.arange(0, 128, gl.SliceLayout(1, whole))
-        lowest = gl.load(references + row, mask=row < rows, other=0.0) * _LOG2_E
+        reference = gl.load(references + row, mask=row < rows, other=0.0) * _LOG2_E
         acc = taken_in_turn(rings, bars, i, depth, STAGES, C, True)
-        power = acc * _LOG2_E - gl.expand_dims(lowest, 1)
+        power = acc * _LOG2_E - gl.expand_dims(reference, 1)
         power = gl.where(power > CAP * _LOG2_E, CAP * _LOG2_E, power)  # NaN stays
         e = power_of_two(power)
         if (n + 1) * 128 > vocab:
