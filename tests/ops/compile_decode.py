@@ -52,7 +52,12 @@ def main(family: str) -> None:
     sizes = {"d_model": 1024, "d_ff": 1040, "d_head": 256, "vocab_size": 500, "num_layers": 1}
     config = FAMILIES[family].replace(**sizes)
     model = build(config, dtype=torch.bfloat16)
-    tiles = {"gate": Tile(2, 4, 2), "qkv": Tile(8, 4), "out": Tile(2, 4, 2)}
+    tiles = {
+        "gate": Tile(2, 4, 2),
+        "qkv": Tile(8, 4),
+        "out": Tile(2, 4, 2),
+        "down": Tile(2, 4, 2, fourths=3),
+    }
     with torch.inference_mode():
         by_tickets, handed_on = Spread(16, 4, 3), Spread(16, 4, 3, handed_on=True)
         for rows, spread in ((1, None), (2, by_tickets), (2, handed_on), (6, by_tickets)):

@@ -1,7 +1,8 @@
 """Compile the products written in Gluon for a Hopper GPU, on a machine without one.
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per kernel:
-its name, registers a thread that spill to memory, bytes of shared memory, tensor-core instructions.
+its name, bytes a thread spills to memory, bytes of shared memory, and how many instructions there
+are of the kind it is about: of tensor cores, or stores into another multiprocessor's memory.
 """
 
 import re
@@ -13,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from scratchlm.ops.kernels import exp_product, swiglu, turns
+from scratchlm.ops.kernels import exp_product, project_attend, swiglu, turns
 
 TALL, WIDE, SMALL = (128, 64), (64, 128), (64, 64)  # blocks of the matrices described to TMA
 FLOATS = ("*fp32", "*fp32", "i32", "i32")
@@ -40,18 +41,50 @@ def compiled(kernel, arguments, constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def main() -> None:
+POINTERS = {
+    "x": "*fp32",
+    **dict.fromkeys(("gain", "w_q", "w_k", "w_v"), "*bf16"),
+    **dict.fromkeys(("cos", "sin"), "*fp32"),
+    **dict.fromkeys(("keys", "values", "out"), "*bf16"),
+    "lengths": "*i64",
+}
+
+
+def compiled_attention(width, keys, rope):
+    kernel = project_attend.project_attend
+    names = kernel.arg_names
+    block = 1 << (width - 1).bit_length()
+    values = {"K": width, "BLOCK_K": block, "CAPACITY": 1024, "KEYS": keys, "EPS": 1e-5}
+    values |= {"ROPE": rope, "SCALE": 0.125, "PDL": True}
+    source = GluonASTSource(
+        kernel,
+        POINTERS | dict.fromkeys(values, "constexpr"),
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in POINTERS},
+    )
+    options = {"num_warps": project_attend.WARPS, "num_ctas": project_attend.CTAS}
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={**options, "launch_pdl": True})
+
+
+def report(name, done, instruction):
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(done.asm["ptx"])
+        file.flush()
+        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    print(name, spilled, done.metadata.shared, len(re.findall(instruction, done.asm["ptx"])))
+
+
+def main() -> None:
     for kernel, arguments, constants in KERNELS:
         done = compiled(kernel, arguments, constants)
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(done.asm["ptx"])
-            file.flush()
-            command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-        instructions = len(re.findall(r"wgmma\.mma_async", done.asm["ptx"]))
-        print(kernel.__name__, spilled, done.metadata.shared, instructions)
+        report(kernel.__name__, done, r"wgmma\.mma_async")
+    for width, keys, rope in ((1024, 8, 2), (1024, 32, 1), (768, 4, 0)):
+        done = compiled_attention(width, keys, rope)
+        report("project_attend", done, r"st\.shared::cluster")
 
 
 if __name__ == "__main__":

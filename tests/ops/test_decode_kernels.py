@@ -12,10 +12,13 @@ import torch
 from scratchlm.model.fused import FusedStep
 from scratchlm.ops import CausalMask, reference
 from scratchlm.ops.kernels import decode, decode_attention
+from scratchlm.ops.kernels.greatest import greatest
 from scratchlm.ops.kernels.tiles import (
     MAX_ROWS,
+    MEASURED,
     SHORT,
     Spread,
+    Tile,
     choose_spread,
     choose_spreads,
     choose_tile,
@@ -89,13 +92,15 @@ def test_norm_gate_is_the_first_half_of_a_feed_forward_layer(activation, gated, 
 
 
 @dtypes
+@pytest.mark.parametrize("width", [K, 21, 24])  # 21 and 24 also in three fourths of 32
 @pytest.mark.parametrize(("rows", "tiles", "biased"), [(1, 1, False), (1, 2, True), (3, 2, False)])
-def test_project_add_adds_the_map_to_the_stream(dtype, rows, tiles, biased):
-    x, v, w = draw(rows, 10), draw(rows, K, dtype=dtype), draw(10, K, dtype=dtype)
+def test_project_add_adds_the_map_to_the_stream(dtype, rows, tiles, biased, width):
+    x, v, w = draw(rows, 10), draw(rows, width, dtype=dtype), draw(10, width, dtype=dtype)
     bias = draw(10, dtype=dtype) if biased else None
     y = torch.full((rows, 10), math.nan, device=DEVICE)
+    parts, part = Tile(4, 4, fourths=4 if width == K else 3).parts(width)
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, v, None, w, bias, y, 10, K, 1, 1, rows, 4, power_of_two(K), tiles, False)
+        *(x, v, None, w, bias, y, 10, width, 1, 1, rows, 4, part, parts, tiles, False)
     )
     product = reference.linear(v.double(), w.double(), None if bias is None else bias.double())
     assert relative_error(y, x.double() + product) < TOLERANCE[torch.float32]
@@ -195,7 +200,7 @@ def test_shares_of_attention_are_added_up_by_the_projection_that_reads_them(
     )
     decode.project_add[(-(-10 // (4 * tiles)),)](
         *(x, shares, sums, w, None, y, 10, heads * d, d, splits),
-        *(rows, 4, power_of_two(heads * d), tiles, False),
+        *(rows, 4, power_of_two(heads * d), 1, tiles, False),
     )
     for row, length in enumerate(lengths):
         every = (kept[row : row + 1, :, : length + 1].double() for kept in (keys, values))
@@ -233,8 +238,19 @@ def test_the_greatest_logit_is_found_and_the_first_among_equals():
     best = torch.zeros(3 * 4 * 2, device=DEVICE)
     tickets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        decode.greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
+        greatest[(4, 3)](logits, best, tickets, ids, 45, 12, 16, 4, False)
         assert ids.tolist() == [13, 44, 17]
+
+
+def test_a_row_in_fourths_is_held_whole():
+    assert Tile(1, 4).parts(2752) == (1, 4096)
+    assert Tile(1, 4, fourths=3).parts(2752) == (3, 1024)
+    assert Tile(1, 4, fourths=3).parts(3072) == (3, 1024)
+    with pytest.raises(ValueError, match="3073"):
+        Tile(1, 4, fourths=3).parts(3073)
+    for (_, _, width, _), tile in MEASURED.items():
+        parts, part = tile.parts(width)
+        assert parts * part >= width
 
 
 def test_the_rules_give_what_the_kernels_can_take():

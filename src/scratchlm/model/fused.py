@@ -35,8 +35,12 @@ from scratchlm.model.layers import (
 )
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
-from scratchlm.ops import OPS
+from scratchlm.ops import OPS, hopper
 from scratchlm.ops.kernels.tiles import (
+    CLUSTER_HEAD,
+    CLUSTER_KEYS,
+    CLUSTER_WIDTH,
+    MAX_CLUSTERS,
     MAX_ROWS,
     Spread,
     Tile,
@@ -119,11 +123,12 @@ class FusedStep:
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        from scratchlm.ops.kernels import decode, decode_attention  # needs triton: only here
+        from scratchlm.ops.kernels import decode, decode_attention, greatest  # need triton: here
 
-        self.kernels, self.attention = decode, decode_attention
+        self.kernels, self.attention, self.greatest = decode, decode_attention, greatest.greatest
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
+        self.clusters = spread is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
 
     @property
     def spread(self) -> Spread:
@@ -160,13 +165,19 @@ class FusedStep:
     # Launching
 
     def _launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, first: bool = False
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *args: Any,
+        warps: int = 4,
+        first: bool = False,
+        **more: int,
     ) -> None:
         options: dict[str, Any] = {}
         if not self.interpreted:
             # A kernel that starts before the one ahead has ended; the first of a step does not,
             # so that it sees all that anybody wrote before the step.
-            options = {"num_warps": warps, "launch_pdl": self.pdl and not first}
+            options = {"num_warps": warps, "launch_pdl": self.pdl and not first, **more}
         kernel[grid](*args, **options)
 
     def _embed(self) -> None:
@@ -196,7 +207,7 @@ class FusedStep:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.kernels.greatest,
+            self.greatest,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
@@ -213,12 +224,46 @@ class FusedStep:
 
     def _few(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
-        projections = [attn.q_proj, attn.k_proj, attn.v_proj]
-        self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
-        self._attend(attn, self.q, self.k, self.v)
-        self._project_add("out", x, self.a, attn.output_proj, y, self.spread.shares)
+        projections, shares = [attn.q_proj, attn.k_proj, attn.v_proj], 1
+        if self._clusters_take(attn, layer.ln1):
+            self._project_attend(x, layer.ln1, projections, attn)
+        else:
+            self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
+            self._attend(attn, self.q, self.k, self.v)
+            shares = self.spread.shares
+        self._project_add("out", x, self.a, attn.output_proj, y, shares)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
+
+    def _clusters_take(self, attn: MultiHeadSelfAttention, norm: nn.Module) -> bool:
+        """Whether `project_attend` is for this layer, and for rows of this reach."""
+        plain = isinstance(norm, RMSNorm) and attn.q_proj.bias is None and attn.q_norm is None
+        small = attn.num_heads <= MAX_CLUSTERS and attn.q_proj.weight.shape[1] <= CLUSTER_WIDTH
+        return (
+            (self.clusters and plain and small)
+            and (self.rows == 1 and self.dtype.itemsize == 2 and self.reach <= CLUSTER_KEYS)
+            and (attn.d_head == CLUSTER_HEAD and attn.num_kv_heads == attn.num_heads)
+            and attn.sliding_window is None
+        )
+
+    def _project_attend(
+        self, x: Tensor, norm: nn.Module, linears: Sequence[Linear], attn: MultiHeadSelfAttention
+    ) -> None:
+        from scratchlm.ops.kernels import project_attend as kernel  # Gluon: only on Hopper
+
+        cache, width = self.cache, linears[0].weight.shape[1]
+        _, gain, _, eps = self._norm(norm)
+        turn, cos, sin = self._rotation(attn)
+        self._launch(
+            kernel.project_attend,
+            (attn.num_heads,),
+            *(x, gain, *(linear.weight for linear in linears), cos, sin),
+            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths, self.a),
+            *(width, power_of_two(width), cache.capacity, kernel.keys_of_a_warp(self.reach)),
+            *(eps, turn, attn.d_head**-0.5, self.pdl),
+            warps=kernel.WARPS,
+            num_ctas=kernel.CTAS,
+        )
 
     def _tile(self, kernel: str, rows: int, width: int) -> Tile:
         size = self.dtype.itemsize
@@ -272,12 +317,13 @@ class FusedStep:
     ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
+        parts, part = tile.parts(width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
             *(x, v, self.sums if shares > 1 else None, linear.weight, linear.bias, y),
             *(rows, width, self.model.config.d_head, shares),
-            *(self.rows, tile.rows, power_of_two(width), tile.tiles, self.pdl),
+            *(self.rows, tile.rows, part, parts, tile.tiles, self.pdl),
             warps=tile.warps,
         )
 
@@ -306,22 +352,24 @@ class FusedStep:
             return self.kernels.LAYER_NORM, norm.weight, norm.bias, norm.eps
         return self.kernels.NO_NORM, None, None, 0.0
 
+    def _rotation(self, attn: MultiHeadSelfAttention) -> tuple[int, Tensor | None, Tensor | None]:
+        if attn.rope is None:
+            return self.attention.NO_ROPE, None, None
+        halves = attn.rope.layout == "half"
+        turn = self.attention.HALF if halves else self.attention.INTERLEAVED
+        return turn, attn.rope.cos, attn.rope.sin
+
     def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
         cache, spread = self.cache, self.spread
-        rope, q_norm, k_norm = attn.rope, attn.q_norm, attn.k_norm
-        turn = self.attention.NO_ROPE
-        if rope is not None:
-            halves = rope.layout == "half"
-            turn = self.attention.HALF if halves else self.attention.INTERLEAVED
+        q_norm, k_norm = attn.q_norm, attn.k_norm
+        turn, cos, sin = self._rotation(attn)
         self._launch(
             self.attention.attend,
             (attn.num_heads, spread.splits, self.rows),
             *(q, k, v),
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
-            None if rope is None else rope.cos,
-            None if rope is None else rope.sin,
-            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
+            *(cos, sin, cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
             *(self.partial, self.tickets, self.a, self.sums if spread.handed_on else None),
             *(cache.capacity, self.reach, attn.num_heads, attn.num_kv_heads),
             *(attn.d_head, power_of_two(attn.d_head), spread.keys),

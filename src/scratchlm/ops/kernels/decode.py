@@ -15,7 +15,9 @@ next kernel start, then waits for the kernel before it (programmatic dependent l
 only then reads the vector. So the memory is busy while one kernel drains and the next one fills.
 
 A program may own several blocks (`TILES`); the next block's loads are issued before the present
-one is multiplied. `ROWS` vectors are multiplied by the same block. Sums are in float32.
+one is multiplied. A row may be taken in several parts (`PARTS`): blocks are powers of two wide, and
+one of 4,096 for a width of 2,752 leaves a third of its registers empty. `ROWS` vectors are
+multiplied by the same block. Sums are in float32.
 
 RMSNorm is taken out of the product, W (g ⊙ x / rms) = (W (g ⊙ x)) / rms, so that the sum of squares
 and the product are reduced side by side instead of one after the other.
@@ -43,9 +45,17 @@ def _ready(PDL: tl.constexpr):
 
 
 @triton.jit
-def _weights(matrix, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load rows first … first + BLOCK_N of a matrix (N, K), zeros beyond it."""
-    n, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+def _weights(
+    matrix,
+    first,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FROM: tl.constexpr = 0,
+):
+    """Load rows first … first + BLOCK_N of a matrix (N, K) from a column on, zeros beyond it."""
+    n, k = tl.arange(0, BLOCK_N), FROM + tl.arange(0, BLOCK_K)
     begin = matrix + first.to(tl.int64) * K  # a vocabulary times a width may pass 2³¹
     inside = (first + n < N)[:, None] & (k < K)[None, :]
     place = begin + n[:, None] * K + k[None, :]
@@ -53,9 +63,34 @@ def _weights(matrix, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
-def _vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    k = tl.arange(0, BLOCK_K)
+def _parts(
+    matrix,
+    first,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Load the same rows in parts of BLOCK_K columns."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (_weights(matrix, first, N, K, BLOCK_N, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr, FROM: tl.constexpr = 0):
+    k = FROM + tl.arange(0, BLOCK_K)
     return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _vector_in_parts(x, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (_vector(x, K, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
@@ -86,6 +121,14 @@ def _parameters(gain, shift, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.co
 @triton.jit
 def _product(weights, vector):
     return tl.sum(weights.to(tl.float32) * vector[None, :], 1)
+
+
+@triton.jit
+def _product_of_parts(weights, vector, PARTS: tl.constexpr):
+    products = weights[0].to(tl.float32) * vector[0][None, :]
+    for i in tl.static_range(1, PARTS):
+        products += weights[i].to(tl.float32) * vector[i][None, :]
+    return tl.sum(products, 1)
 
 
 @triton.jit
@@ -312,29 +355,31 @@ def project_add(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = x + W v (+ b). y must not be x: other programs may still be waiting to read.
 
-    With `sums` (SHARES, ROWS, heads), v is what `attend` left in shares (SHARES, ROWS, heads, D).
+    With `sums` (SHARES, ROWS, heads), v is what `attend` left in shares (SHARES, ROWS, heads, D),
+    and PARTS is 1.
     """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
-    weights = _weights(w, first, N, K, BLOCK_N, BLOCK_K)
+    weights = _parts(w, first, N, K, BLOCK_N, BLOCK_K, PARTS)
     _ready(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
-            coming = _weights(w, first + step, N, K, BLOCK_N, BLOCK_K)
+            coming = _parts(w, first + step, N, K, BLOCK_N, BLOCK_K, PARTS)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
             if ROWS > 1 or tile == 0:
                 if sums is None:
-                    v = _vector(vector + row * K, K, BLOCK_K)
+                    v = _vector_in_parts(vector + row * K, K, BLOCK_K, PARTS)
                 else:
-                    v = _added_up(vector, sums, row, K, D, SHARES, ROWS, BLOCK_K)
-            out = before + _product(weights, v)
+                    v = (_added_up(vector, sums, row, K, D, SHARES, ROWS, BLOCK_K),)
+            out = before + _product_of_parts(weights, v, PARTS)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
@@ -375,41 +420,3 @@ def gate(up, factor, u, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     if factor is not None:
         out *= tl.load(factor + i, mask=i < count, other=0.0).to(tl.float32)
     tl.store(u + i, out.to(u.dtype.element_ty), mask=i < count)
-
-
-@triton.jit
-def greatest(
-    logits,
-    best,
-    tickets,
-    ids,
-    VOCAB: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """ids[row] = the index of the row's greatest logit, the first among equals.
-
-    Grid: (PARTS, rows). Each program finds its part's; the last to finish (a ticket per row)
-    chooses among them. An index is exact in float32 up to 2²⁴, the largest vocabulary.
-    """
-    part, row = tl.program_id(0), tl.program_id(1)
-    i = tl.arange(0, BLOCK)
-    place = part * PART + i
-    _ready(PDL)
-    inside = (i < PART) & (place < VOCAB)
-    value = tl.load(logits + row.to(tl.int64) * VOCAB + place, mask=inside, other=float("-inf"))
-    top, at = tl.max(value, 0, return_indices=True)
-    mine = best + (row * PARTS + part) * 2
-    tl.store(mine, top)
-    tl.store(mine + 1, (part * PART + at).to(tl.float32))
-    tl.debug_barrier()
-    ticket = tl.atomic_add(tickets + row, 1, sem="acq_rel")
-    if ticket == PARTS - 1:
-        p = tl.arange(0, PARTS)
-        tops = tl.load(best + (row * PARTS + p) * 2, cache_modifier=".cg")
-        _, winner = tl.max(tops, 0, return_indices=True)
-        index = tl.load(best + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
-        tl.store(ids + row, index.to(tl.int64))
-        tl.store(tickets + row, 0)

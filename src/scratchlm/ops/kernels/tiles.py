@@ -16,14 +16,30 @@ PROGRAMS_WANTED = 264
 MAX_ROWS = 4  # more rows are multiplied by the library's products
 MAX_SHARES = 8  # of attention, that the output projection adds up as it reads them
 SHORT = 256  # keys up to which a step is recorded by itself
+# `project_attend`: channels of a head, keys that its cluster holds, the widest row, and how many
+# clusters of eight 132 multiprocessors have room for
+CLUSTER_HEAD, CLUSTER_KEYS, CLUSTER_WIDTH, MAX_CLUSTERS = 64, 1024, 1024, 16
 
 
 class Tile(NamedTuple):
-    """One program: `rows` matrix rows at a time, `tiles` such blocks one after another."""
+    """One program: `rows` matrix rows at a time, `tiles` such blocks one after another.
+
+    `fourths`: of the power of two above a row's width, so many fourths are held, 4 if undivided.
+    """
 
     rows: int
     warps: int
     tiles: int = 1
+    fourths: int = 4
+
+    def parts(self, width: int) -> tuple[int, int]:
+        """Return how many parts a row is taken in, and how wide each is."""
+        whole = power_of_two(width)
+        if self.fourths == 4:
+            return 1, whole
+        if 4 * width > self.fourths * whole:
+            raise ValueError(f"{self.fourths} fourths of {whole} do not hold a width of {width}")
+        return self.fourths, whole // 4
 
 
 class Spread(NamedTuple):
@@ -49,10 +65,10 @@ MEASURED: dict[tuple[str, int, int, int], Tile] = {
     ("out", 1600, 1600, 2): Tile(8, 8, 1),
     ("head", 50257, 1600, 2): Tile(2, 4, 2),
     # GPT-2 medium with SwiGLU
-    ("gate", 2752, 1024, 2): Tile(2, 2, 1),
+    ("gate", 2752, 1024, 2): Tile(2, 1, 1),
     ("qkv", 3072, 1024, 2): Tile(2, 2, 2),
-    ("down", 1024, 2752, 2): Tile(2, 4, 1),
-    ("out", 1024, 1024, 2): Tile(2, 4, 1),
+    ("down", 1024, 2752, 2): Tile(1, 4, 1, fourths=3),
+    ("out", 1024, 1024, 2): Tile(1, 4, 1),
     ("head", 50304, 1024, 2): Tile(4, 4, 2),
     # Qwen3-0.6B
     ("gate", 3072, 1024, 2): Tile(4, 4, 1),
