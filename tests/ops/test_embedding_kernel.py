@@ -10,7 +10,9 @@ import torch
 
 from scratchlm.ops import fast, reference
 from scratchlm.ops.kernels import embedding as kernel
-from scratchlm.ops.kernels.embedding import Embedding, embedding_backward, embedding_forward
+from scratchlm.ops.kernels.embedding import Lookup, embedding_backward, embedding_forward
+from scratchlm.training.learner import apply_precision
+from tiny_models import FAMILIES, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -177,11 +179,26 @@ def test_as_an_op_it_is_the_reference(monkeypatch, padding_id):
 def test_the_table_of_a_low_lookup_has_a_gradient_in_its_own_dtype():
     ids = torch.randint(6, (2, 9), device=DEVICE)
     table = torch.randn(6, 10, device=DEVICE, requires_grad=True)
-    rows = Embedding.apply(ids, table, None, torch.bfloat16)
+    rows = Lookup.apply(ids, table, None, torch.bfloat16)
     slopes = torch.randn(2, 9, 10, device=DEVICE)
     (found,) = torch.autograd.grad(rows, table, slopes.bfloat16())
     assert (rows.dtype, found.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(found.double(), exact(slopes.bfloat16(), ids, 6))
+
+
+def test_a_low_residual_stream_begins_in_the_lookup(monkeypatch):
+    """And what reaches the table has not been widened on the way: nobody casts."""
+    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: torch.is_grad_enabled())
+    model = build(FAMILIES["plain"], dtype=torch.float32).to(DEVICE)
+    apply_precision(model, "bf16-residual")
+    tokens = torch.randint(model.config.vocab_size, (2, 6), device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16), monkeypatch.context() as patch:
+        patch.setattr(fast, "_low", lambda x: torch.get_autocast_dtype(DEVICE))
+        x = model.token_embeddings(tokens)
+    assert (x.dtype, x.grad_fn.name()) == (torch.bfloat16, "LookupBackward")
+    truth = model.token_embeddings.weight[tokens].bfloat16()
+    torch.testing.assert_close(x, truth)
+    assert model.token_embeddings(tokens).dtype == torch.float32
 
 
 @pytest.mark.parametrize("why", ["frozen", "by columns", "16-bit ids", "no gradients", "compiled"])

@@ -128,11 +128,20 @@ def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """Row `id` of the table, for every id."""
+    return _looked_up(ids, weight, padding_id, weight.dtype)
+
+
+def low_embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    """The same rows; where a kernel writes them, rounded as autocast would for a product."""
+    return _looked_up(ids, weight, padding_id, _low(weight))
+
+
+def _looked_up(ids: Tensor, weight: Tensor, padding_id: int | None, dtype: torch.dtype) -> Tensor:
     if not looks_up_by_kernel(ids, weight):
         return F.embedding(ids, weight, padding_idx=padding_id)
-    from scratchlm.ops.kernels.embedding import Embedding
+    from scratchlm.ops.kernels.embedding import Lookup
 
-    return Embedding.apply(ids, weight, padding_id, weight.dtype)
+    return Lookup.apply(ids, weight, padding_id, dtype)
 
 
 def looks_up_by_kernel(ids: Tensor, weight: Tensor) -> bool:

@@ -194,7 +194,7 @@ def _warps(block: int) -> int:
     return max(1, block // (32 * LANE))
 
 
-class Embedding(torch.autograd.Function):
+class Lookup(torch.autograd.Function):
     """E[id] in a dtype of choice, E contiguous; for code that is not compiled."""
 
     @staticmethod
