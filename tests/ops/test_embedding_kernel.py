@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scratchlm.ops import fast, reference
+from scratchlm.ops import OPS, fast, ranges, reference
 from scratchlm.ops.kernels import embedding as kernel
 from scratchlm.ops.kernels.embedding import Lookup, embedding_backward, embedding_forward
 from scratchlm.training.learner import apply_precision
@@ -17,6 +17,7 @@ from tiny_models import FAMILIES, build
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CHUNK = 4
+ROWS = kernel.ROWS  # as it is compiled
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +177,21 @@ def test_as_an_op_it_is_the_reference(monkeypatch, padding_id):
     torch.testing.assert_close(found, truth)
 
 
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "plain"])
+@pytest.mark.parametrize("ops", ["reference", "fast", "fp8"])
+def test_where_nobody_can_look_a_wrong_id_gives_nan_by_any_ops(monkeypatch, ops, by_kernel):
+    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: by_kernel)
+    monkeypatch.setattr(ranges, "can_look", lambda index: False)
+    ids = torch.tensor([[1, 6], [-1, 5]], device=DEVICE)
+    table = torch.randn(6, 10, device=DEVICE, requires_grad=True)
+    rows = OPS[ops].look_up(ids, table)
+    assert rows.isnan().all(dim=-1).tolist() == [[False, True], [True, False]]
+    assert torch.equal(rows[0, 0], table[1])
+    assert torch.equal(rows[1, 1], table[5])
+    own_kernel = by_kernel and ops != "reference"
+    assert (rows.grad_fn.name() == "LookupBackward") == own_kernel
+
+
 def test_the_table_of_a_low_lookup_has_a_gradient_in_its_own_dtype():
     ids = torch.randint(6, (2, 9), device=DEVICE)
     table = torch.randn(6, 10, device=DEVICE, requires_grad=True)
@@ -230,12 +246,11 @@ def test_it_compiles_for_a_hopper_gpu_with_wide_loads():
         name, *numbers = line.rsplit(" ", 5)
         wide[name] = [int(n) for n in numbers[:2]]
     # 8 columns a thread: of every row two loads of four numbers, or in bfloat16 one of eight.
-    rows = 4
     assert wide["look_up fp32"] == [2, 2]
     assert wide["look_up bf16"] == [2, 1]
     for key in ("i16", "i32"):
-        assert wide[f"sum_in_chunk fp32 {key}"] == [2 * rows, 4]
-        assert wide[f"sum_in_chunk bf16 {key}"] == [rows, 4]
+        assert wide[f"sum_in_chunk fp32 {key}"] == [2 * ROWS, 4]
+        assert wide[f"sum_in_chunk bf16 {key}"] == [ROWS, 4]
         assert wide[f"join_shares {key}"][0] > 0
 
 
