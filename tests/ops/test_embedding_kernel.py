@@ -74,7 +74,7 @@ def test_the_gradient_of_a_row_is_the_sum_over_its_places(runs):
     assert_adds_up(ids, len(RUNS[runs]))
 
 
-@pytest.mark.parametrize("draw", range(9))
+@pytest.mark.parametrize("draw", range(6))
 def test_whatever_the_runs(draw):
     generator = torch.Generator().manual_seed(draw)
     lengths = torch.randint(1, [2, 4, 12][draw % 3], (7,), generator=generator)
@@ -89,11 +89,11 @@ def test_sizes_that_fit_nothing(tokens, vocab, width):
 
 
 def test_without_tokens_the_gradient_is_zero():
-    ids = torch.empty(2, 0, dtype=torch.long)
-    rows = embedding_forward(ids, torch.ones(5, 6), torch.float32)
+    ids = torch.empty(2, 0, dtype=torch.long, device=DEVICE)
+    rows = embedding_forward(ids, torch.ones(5, 6, device=DEVICE), torch.float32)
     assert rows.shape == (2, 0, 6)
     found = embedding_backward(rows, ids, 5, None, torch.float32)
-    assert torch.equal(found, torch.zeros(5, 6))
+    assert torch.equal(found, torch.zeros(5, 6, device=DEVICE))
 
 
 @pytest.mark.parametrize("vocab", [1 << 16, (1 << 16) + 1], ids=["in 16 bits", "in 32 bits"])
@@ -118,7 +118,15 @@ def test_the_padding_row_gets_no_gradient(padding):
 @pytest.mark.parametrize("table", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("above", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
 def test_low_gradients_are_summed_wide_and_rounded_once(above, table):
-    assert_adds_up(in_runs(30, 1, 3, 6), 4, above=above, table=table)
+    assert_adds_up(in_runs(14, 1, 3, 6), 4, above=above, table=table)
+
+
+def test_the_shares_of_a_run_are_kept_wide_for_a_low_table():
+    """4.004 and −4: each rounded to 8 bits, their sum would be 0."""
+    slopes = torch.tensor([[1.001]] * CHUNK + [[-1.0]] * CHUNK, device=DEVICE)
+    ids = torch.zeros(2 * CHUNK, dtype=torch.long, device=DEVICE)
+    found = embedding_backward(slopes, ids, 1, None, torch.bfloat16)
+    assert found.item() == pytest.approx(0.004, rel=1e-2)
 
 
 def test_two_runs_give_the_same_bits_and_the_order_of_places_decides_them():
@@ -134,11 +142,13 @@ def test_two_runs_give_the_same_bits_and_the_order_of_places_decides_them():
     assert torch.equal(first, embedding_backward(sorted_slopes, sorted_ids, 4, None, torch.float32))
 
 
-def test_gradients_that_do_not_lie_in_a_row_are_read_right():
+def test_ids_and_gradients_that_do_not_lie_in_a_row_are_read_right():
     ids = torch.randint(5, (3, 4), device=DEVICE)
     slopes = torch.randn(10, 4, 3, device=DEVICE).permute(2, 1, 0)
-    found = embedding_backward(slopes, ids.T.contiguous().T, 5, None, torch.float32)
+    turned = ids.T.contiguous().T
+    found = embedding_backward(slopes, turned, 5, None, torch.float32)
     torch.testing.assert_close(found.double(), exact(slopes, ids, 5))
+    assert torch.equal(embedding_forward(turned, found, torch.float32), found[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -143,25 +143,26 @@ def embedding_forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     """Return the rows in `dtype`; that of an id outside the table is NaN."""
     width = weight.shape[1]
     out = weight.new_empty(*ids.shape, width, dtype=dtype)
-    if out.numel():
-        block = min(BLOCK, triton.next_power_of_2(width))
-        _look_up[(ids.numel(), triton.cdiv(width, block))](
-            *(ids.contiguous(), weight, out, len(weight)),
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=_warps(block),
-        )
+    block = min(BLOCK, triton.next_power_of_2(width))
+    _look_up[(ids.numel(), triton.cdiv(width, block))](
+        *(ids.contiguous(), weight, out, len(weight)),
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
     return out
 
 
 def embedding_backward(
     above: Tensor, ids: Tensor, vocab: int, padding_id: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of a table of `vocab` rows; the row `padding_id` has none."""
+    """Return the gradient of a table of `vocab` rows; the row `padding_id` has none.
+
+    What comes for an id outside the table is dropped or, cut to 16 bits, goes to another row; never
+    past the table. What was looked up for it was NaN.
+    """
     count, width = ids.numel(), above.shape[-1]
     out = above.new_zeros(vocab, width, dtype=dtype)
-    if not above.numel():
-        return out
     # The sort takes a pass for every byte. What order it is in does not matter, so 2¹⁶ ids fit
     # into 16 bits, those past 2¹⁵ as negative numbers.
     narrow = torch.int16 if vocab <= 1 << 16 else torch.int32
