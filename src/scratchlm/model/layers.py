@@ -142,7 +142,7 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         """Look every id up."""
         check_range(token_ids, len(self.weight), "token id")
-        return self.ops.embedding(token_ids, self.weight, self.padding_id)
+        return self.ops.look_up(token_ids, self.weight, self.padding_id)
 
     def extra_repr(self) -> str:
         """Say the sizes in `print(model)`."""

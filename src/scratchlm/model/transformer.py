@@ -22,7 +22,7 @@ from scratchlm.model.block import TransformerBlock, make_norm, make_rope
 from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
-from scratchlm.ops.ranges import keep_in_range
+from scratchlm.ops.ranges import keep_in_range, mark
 
 
 class Transformer(nn.Module):
@@ -105,18 +105,15 @@ class Transformer(nn.Module):
         self, token_ids: Tensor, places: Tensor | slice
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | slice]:
         """Look the tokens and their positions up; return them, and positions safe to look up."""
-        ids, wrong = keep_in_range(token_ids, self.config.vocab_size)
+        x = self.token_embeddings(token_ids)
         if isinstance(places, Tensor):
             places, misplaced = keep_in_range(places, self.config.context_length)
-            wrong = wrong if misplaced is None or wrong is None else wrong | misplaced
-        x = self.token_embeddings(ids)
+            x = mark(x, misplaced)
         if self.position_embeddings is not None:
             index = places
             if isinstance(index, slice):
                 index = torch.arange(index.start, index.stop, device=token_ids.device)
             x = x + self.position_embeddings(index).to(x.dtype)
-        if wrong is not None:  # by a sum, which costs nothing going backward
-            x = x + torch.zeros_like(wrong, dtype=x.dtype).masked_fill(wrong, torch.nan)[..., None]
         return x, places
 
     def _check_length(self, length: int) -> None:

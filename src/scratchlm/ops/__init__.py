@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scratchlm.ops import attention, experts, fast, fp8, reference
 from scratchlm.ops.masks import CausalMask
+from scratchlm.ops.ranges import keep_in_range, mark
 from scratchlm.ops.routing import Routed, load_balancing_loss
 
 
@@ -36,6 +37,14 @@ class Ops:
     softmax: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+
+    def look_up(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+        """Rows of the table; NaN for an id outside of it, where nobody can look (`ranges.py`)."""
+        ours = self.embedding in (fast.embedding, fast.low_embedding)
+        if ours and fast.looks_up_by_kernel(ids, weight):  # the kernel marks them as it writes
+            return self.embedding(ids, weight, padding_id)
+        safe, wrong = keep_in_range(ids, len(weight))
+        return mark(self.embedding(safe, weight, padding_id), wrong)
 
     def add_norm(self, x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + δ and the RMSNorm of that sum; at once where the norm is the fast one."""

@@ -128,7 +128,29 @@ def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """Row `id` of the table, for every id."""
-    return F.embedding(ids, weight, padding_idx=padding_id)
+    return _looked_up(ids, weight, padding_id, weight.dtype)
+
+
+def low_embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    """The same rows; where a kernel writes them, rounded as autocast would for a product."""
+    return _looked_up(ids, weight, padding_id, _low(weight))
+
+
+def _looked_up(ids: Tensor, weight: Tensor, padding_id: int | None, dtype: torch.dtype) -> Tensor:
+    if not looks_up_by_kernel(ids, weight):
+        return F.embedding(ids, weight, padding_idx=padding_id)
+    from scratchlm.ops.kernels.embedding import Lookup
+
+    return Lookup.apply(ids, weight, padding_id, dtype)
+
+
+def looks_up_by_kernel(ids: Tensor, weight: Tensor) -> bool:
+    """Whether the table learns, and the kernels read it and these ids right."""
+    learns = trains_by_kernel(weight) and weight.requires_grad
+    if not learns or torch.compiler.is_compiling():
+        return False
+    whole = ids.dtype in (torch.int32, torch.int64) and ids.device == weight.device
+    return whole and weight.is_contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -36,6 +36,14 @@ def keep_in_range(index: Tensor, limit: int) -> tuple[Tensor, Tensor | None]:
     return safe, safe != index
 
 
+def mark(rows: Tensor, wrong: Tensor | None) -> Tensor:
+    """Turn rows to NaN where the index was wrong."""
+    if wrong is None:
+        return rows
+    # By a sum, which costs nothing going backward.
+    return rows + torch.zeros_like(wrong, dtype=rows.dtype).masked_fill(wrong, torch.nan)[..., None]
+
+
 def counted_targets(
     shape: torch.Size, vocab: int, targets: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -28,7 +29,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.ops import OPS, Ops
+from scratchlm.ops import OPS, Ops, fast
 from scratchlm.training.optimizers import AdamW, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
@@ -221,7 +222,10 @@ def build_model(
 def apply_precision(model: TransformerLM, precision: str | None) -> None:
     """Let the residual stream, or also the layers' products, run lower than autocast has them."""
     if precision in ("bf16-residual", "fp8"):
-        model.token_embeddings.register_forward_hook(_in_bfloat16)
+        embeddings = model.token_embeddings
+        embeddings.register_forward_hook(_in_bfloat16)
+        if embeddings.ops.embedding is fast.embedding:  # spares the hook its cast, both ways
+            embeddings.ops = replace(embeddings.ops, embedding=fast.low_embedding)
     if precision == "fp8":
         device = model.token_embeddings.weight.device
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
