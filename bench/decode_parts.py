@@ -150,21 +150,29 @@ def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]
         matrices = [attn.q_proj, attn.k_proj, attn.v_proj]
         step._project_few("qkv", x, layer.ln1, matrices, [step.q, step.k, step.v])
 
+    def qkv_and_attention(layer) -> None:  # type: ignore[no-untyped-def]
+        attn = layer.attn
+        step._project_attend(x, layer.ln1, [attn.q_proj, attn.k_proj, attn.v_proj], attn)
+
     def head() -> None:
         step._project_few("head", x, step.model.ln_final, [step._head()], [step.logits])
 
-    return {
-        "norm, q k v": (each(qkv), many, 2 * d * (heads + 2 * kv)),
+    weights, kept, shares = 2 * d * (heads + 2 * kv), 4 * kv * length, step.spread.shares
+    attention: dict[str, Part] = {
+        "norm, q k v": (each(qkv), many, weights),
         "attention": (
             each(lambda layer: step._attend(layer.attn, step.q, step.k, step.v)),
             many,
-            4 * kv * length,
+            kept,
         ),
+    }
+    if step._clusters_take(layers[0].attn, layers[0].ln1):
+        attention = {"norm, q k v, attention": (each(qkv_and_attention), many, weights + kept)}
+        shares = 1
+    return attention | {
         "out, add": (
             each(
-                lambda layer: step._project_add(
-                    "out", x, step.a, layer.attn.output_proj, y, step.spread.shares
-                )
+                lambda layer: step._project_add("out", x, step.a, layer.attn.output_proj, y, shares)
             ),
             many,
             2 * heads * d,
@@ -189,7 +197,8 @@ def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]
 def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
     """Tiles worth a try: 2 to 32 loads of 16 bytes per thread, enough programs for the chip."""
     found = []
-    for warps in (2, 4, 8):
+    may_leave_a_fourth = kernel in ("out", "down") and 4 * width <= 3 * power_of_two(width)
+    for warps in (1, 2, 4, 8):
         per_row = power_of_two(width) * 2 // (warps * 32 * 16) * (2 if kernel == "gate" else 1)
         for block in (1, 2, 4, 8, 16):
             for tiles in (1, 2, 4):
@@ -197,6 +206,8 @@ def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
                 in_flight = loads * min(tiles, 2)
                 if per_row and 4 <= loads <= 16 and in_flight <= 24 and programs >= 130:
                     found.append(Tile(block, warps, tiles))
+                    if may_leave_a_fourth:
+                        found.append(Tile(block, warps, tiles, fourths=3))
     return found
 
 
@@ -248,8 +259,7 @@ def _tune_one(
             decoder = GraphDecoder(model, cache, tiles=tiles, spread=spread)
             cache.length = 192
             decoder.step([1])
-            assert decoder._recorded is not None
-            return replay_seconds(decoder._recorded)
+            return replay_seconds(decoder._recorded[decoder.reach])
         except Exception as error:
             print(f"  {tiles} {spread}: {type(error).__name__}: {str(error)[:100]}")
             return float("inf")
