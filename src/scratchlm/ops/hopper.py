@@ -1,9 +1,10 @@
-"""Where the products written for Hopper's tensor cores run.
+"""Where the kernels written for Hopper run.
 
-They do at the end of a tile what would be a kernel of its own: SwiGLU's gate (`kernels/swiglu.py`),
-the exponentials of the loss (`kernels/exp_product.py`). They are in Gluon, which is experimental:
-for the versions of Triton they were tried with. Elsewhere cuBLAS multiplies, as it does wherever
-there is nothing to do at the end of a tile.
+Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
+gate (`kernels/swiglu.py`), the exponentials of the loss (`kernels/exp_product.py`). Elsewhere
+cuBLAS multiplies, as it does wherever there is nothing to do at the end of a tile. Its clusters
+decode (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is
+experimental: for the versions of Triton they were tried with.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hand-written GPU kernels, in Triton: imported only where they run.
 
 Each has its reference in `ops/`, a test that runs its logic on the CPU in Triton's interpreter, and
-a line in docs/speed-log.md that says what it gained. Products for Hopper (`turns.py`, `swiglu.py`,
-`exp_product.py`) are in Gluon, which nothing interprets: formulas stand for them in the tests of
-what is around them, and a test compiles them for that GPU.
+a line in docs/speed-log.md that says what it gained. Those for Hopper alone (`turns.py`,
+`swiglu.py`, `exp_product.py`, `project_attend.py`) are in Gluon, which nothing interprets: formulas
+stand for them in the tests of what is around them, and a test compiles them for that GPU.
 """
 
 from importlib.util import find_spec

@@ -9,10 +9,11 @@ the matrices, plus what is lost where one kernel ends and the next begins. Five 
     u       = act(W1 h) ⊙ W3 h        norm_gate           h = norm(x)
     x       = x + W2 u                project_add
 
-and each is written so that the next can begin early. A program owns a block of matrix rows over
-their whole width. It asks for its block of weights first, which depends on nothing, then lets the
-next kernel start, then waits for the kernel before it (programmatic dependent launch, `PDL`), and
-only then reads the vector. So the memory is busy while one kernel drains and the next one fills.
+(on a Hopper GPU the first two may be one, `project_attend.py`), and each is written so that the
+next can begin early. A program owns a block of matrix rows over their whole width. It asks for its
+block of weights first, which depends on nothing, then lets the next kernel start, then waits for
+the kernel before it (programmatic dependent launch, `PDL`), and only then reads the vector. So the
+memory is busy while one kernel drains and the next one fills.
 
 A program may own several blocks (`TILES`); the next block's loads are issued before the present
 one is multiplied. A row may be taken in several parts (`PARTS`): blocks are powers of two wide, and
