@@ -211,6 +211,29 @@ def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, nam
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["train.lr=-1"], "lr must be"),
+        (["train.speed=9"], "unknown config key: train.speed"),
+        (["train.steps=5", "train.warmup_steps=6"], "warmup_steps must not exceed steps"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, said):
+    code, _, err = cli("train", text, "--out", tmp_path / "run", *SMALL, *wrong)
+    assert code != 0
+    assert said in err
+    assert "vocabulary" not in err
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_setting_that_fits_what_will_be_chosen_is_not_refused_before(cli, tmp_path, text):
+    given = ("train.warmup_steps=1", "train.micro_batch_size=1", "train.min_lr=1e-5")
+    run = tmp_path / "run"
+    code, _, err = cli("train", text, "--out", run, "--vocab-size", 280, *SMALL, *given)
+    assert code == 0, err
+
+
 def test_ids_outside_the_vocabulary_and_changed_files_are_refused_at_the_start(cli, tmp_path):
     data = write_data(tmp_path / "data")
     with open(data / "train.bin", "r+b") as file:

@@ -58,6 +58,7 @@ class Wish:
 def make_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
     """Make the plan of a new run; raw text is tokenised on the way."""
     tables = _config_tables(wish)
+    TrainConfig.check(tables.get("train", {}))  # before hours of reading
     files = find_data(wish, tables.get("data", {}), machine, say)
     info = read_sidecar(files.train)
     model = _model(wish, tables.get("model", {}), info.count, info.vocab_size, machine)

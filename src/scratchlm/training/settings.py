@@ -126,6 +126,12 @@ class TrainConfig:
             raise ValueError(f"unknown config key: train.{sorted(unknown)[0]}")
         return cls(**values)
 
+    @classmethod
+    def check(cls, values: Any) -> None:
+        """Refuse what no run can have, as `from_dict` does; what is not given is taken to fit."""
+        roomy = {"steps": 1 << 40, "batch_size": 1 << 40, "lr": 1e300}
+        cls.from_dict({**roomy, **values} if isinstance(values, dict) else values)
+
     def tokens_per_step(self, model: ModelConfig) -> int:
         """Return the tokens of one update."""
         return self.batch_size * model.context_length
