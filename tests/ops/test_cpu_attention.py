@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from scratchlm.ops import OPS, CausalMask, attention, reference, short_attention
+from scratchlm.ops import OPS, CausalMask, attention, reference
 from scratchlm.ops.kernels import native
 
 needs_kernel = pytest.mark.skipif(native.library() is None, reason=f"{native.why_not()}")
@@ -213,7 +213,7 @@ def takes_kernel(monkeypatch, *tensors):
     return len(calls) == 1
 
 
-LONG = short_attention.SHORT + 1
+LONG = attention.TOKENS_FROM
 
 
 @needs_kernel

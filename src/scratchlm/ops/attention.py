@@ -18,6 +18,8 @@ from scratchlm.ops.masks import CausalMask, Mask, check_attention
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
 QUERY_CHUNK = 512
+# Our CPU kernel pays from so many tokens on, and has been measured up to so many channels a head.
+TOKENS_FROM, CHANNELS_UP_TO = 48, 128
 
 
 def scaled_dot_product_attention(
@@ -64,13 +66,13 @@ _KERNELS = [
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    if not grouped and short_attention.is_short(q, k, v):
-        return short_attention.attend(q, k, v)
     if _suits_cpu_kernel(q, k, v) and _has_cpu_kernel():
         from scratchlm.ops.cpu_attention import causal_attention
 
         mixed: Tensor = causal_attention(q, k, v)[0]
         return mixed
+    if not grouped and short_attention.is_short(q, k, v):
+        return short_attention.attend(q, k, v)
     # cuDNN plans anew for every length: that pays in training, where lengths do not change.
     if not (q.is_cuda and torch.is_grad_enabled()):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -78,16 +80,13 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-WIDEST = 128  # channels of a head that our CPU kernel has been measured with
-
-
 def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether our own kernel is for these: on a CPU, in float32, neither short nor wide."""
     return (
         q.is_cpu
         and q.ndim == k.ndim == 4
-        and q.shape[-2] > short_attention.SHORT
-        and q.shape[-1] <= WIDEST
+        and q.shape[-2] >= TOKENS_FROM
+        and q.shape[-1] <= CHANNELS_UP_TO
         and q.shape[0] == k.shape[0]
         and k.shape == v.shape
         and q.dtype == k.dtype == v.dtype == torch.float32

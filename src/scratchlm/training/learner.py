@@ -266,7 +266,10 @@ _DEAR = {
 }
 
 
-_DEAR_OF_OURS = {"scratchlm::swiglu", "scratchlm::causal_attention"}  # by name: there only where it has run
+_DEAR_OF_OURS = {
+    "scratchlm::swiglu",
+    "scratchlm::causal_attention",
+}  # by name: there only where it has run
 
 
 def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:

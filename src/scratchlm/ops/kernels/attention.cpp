@@ -19,9 +19,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
+#include <functional>
 #include <limits>
-#include <memory>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -29,6 +29,9 @@
 #ifndef __FP_FAST_FMAF
 #error "without fused multiply-add, torch's own attention is faster"
 #endif
+
+// OpenMP's, where torch brought it: its threads are awake and would stand in the way of new ones.
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace {
 
@@ -462,6 +465,20 @@ struct Backward {
     }
 };
 
+// Call run() on as many threads as there are to be had, at most `threads`.
+template <class Run>
+void on_threads(Run& run, int threads) {
+    if (GOMP_parallel != nullptr)
+        return GOMP_parallel([](void* of) { (*(Run*)of)(); }, &run, threads, 0);
+    std::vector<std::thread> others;
+    try {
+        for (int i = 1; i < threads; ++i) others.emplace_back(std::ref(run));
+    } catch (const std::exception&) {  // no more threads: those that are there do it
+    }
+    run();
+    for (std::thread& other : others) other.join();
+}
+
 // Do all key heads of the batch, as threads find time. 0, or 1 where memory is short.
 template <class Work>
 int share_out(const Work& work, int threads) {
@@ -469,19 +486,16 @@ int share_out(const Work& work, int threads) {
     size_t room = round_up(work.room(), 16);
     float* scratch = (float*)std::aligned_alloc(64, threads * room * sizeof(float));
     if (scratch == nullptr) return 1;
-    std::atomic<long> next{0};
-    auto run = [&](int thread) {
+    std::atomic<long> next{0}, seats{0};
+    auto run = [&] {
+        float* mine = scratch + seats++ * room;
         for (long u; (u = next++) < units;)
-            work.unit(u / work.n.key_heads, u % work.n.key_heads, scratch + thread * room);
+            work.unit(u / work.n.key_heads, u % work.n.key_heads, mine);
     };
-    std::vector<std::thread> others;
-    others.reserve(threads);
-    try {
-        for (int thread = 1; thread < threads; ++thread) others.emplace_back(run, thread);
-    } catch (const std::system_error&) {  // no more threads to be had: these do it
-    }
-    run(0);
-    for (std::thread& other : others) other.join();
+    if (threads > 1)
+        on_threads(run, threads);
+    else
+        run();
     std::free(scratch);
     return 0;
 }
