@@ -94,7 +94,7 @@ def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _has_cpu_kernel() -> bool:
     """Whether our own kernel can be had; at the first call it is compiled."""
     if native.library() is None:
