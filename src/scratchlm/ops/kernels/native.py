@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("attention.cpp")
+HEADER = Path(__file__).with_name("cpu_tiles.h")  # which it includes
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 FOR_THIS_CPU = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 COMPILERS = ("c++", "g++", "clang++")
@@ -58,7 +59,7 @@ def built(folder: Path) -> Path:
         raise OSError("no way to tell whose a folder is")
     _make_private(folder)
     compiler = _compiler()
-    source = SOURCE.read_bytes()
+    source = SOURCE.read_bytes() + HEADER.read_bytes()
     made_from = "\0".join((*FLAGS, *FOR_THIS_CPU, _version(compiler), _processor()))
     name = hashlib.sha256(source + made_from.encode()).hexdigest()[:32]
     path = folder / f"attention-{name}.so"
