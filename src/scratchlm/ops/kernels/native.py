@@ -50,6 +50,8 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise OSError("no home folder to keep what is built in")
     return Path(base, "scratchlm")
 
 
@@ -78,10 +80,10 @@ def _make_private(folder: Path) -> None:
 def _refuse_others(path: Path) -> None:
     """Raise unless `path` is ours and nobody else's to write: what lies there will be run."""
     found = os.lstat(path)
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(f"others may write to {path}")
     if stat.S_ISLNK(found.st_mode):
         raise OSError(f"{path} is a link")
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"others may write to {path}")
 
 
 def _compiler() -> str:
