@@ -12,19 +12,24 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tree: docs/make_tree.py -->", "<!-- /tree -->"
 
 
+SAID_IN = {".cpp", ".h", ".js"}  # the first comment, elsewhere the docstring
+
+
 def first_line(path: Path) -> str:
-    """Return the first sentence a Python file says of itself."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
+    """Return the first sentence a file says of itself."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in SAID_IN:
+        comments = [line for line in text.splitlines() if line.startswith("// ")]
+        return comments[0].removeprefix("// ").split(". ")[0].rstrip(".,") + "."
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
 def tree() -> str:
     """Lay out the files of the package and the benchmarks."""
     lines = []
     for folder in ("src/scratchlm", "bench"):
-        paths = sorted(
-            (ROOT / folder).rglob("*.py"), key=lambda path: (path.parent.as_posix(), path.name)
-        )
+        paths = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in {".py", *SAID_IN}]
+        paths.sort(key=lambda path: (path.parent.as_posix(), path.name))
         directory = None
         for path in paths:
             if path.parent != directory:

@@ -103,7 +103,8 @@ def test_rope_takes_any_layout_in_memory(layout, first, width):
 
 
 def which_attention(monkeypatch, seq, kv_heads=4, dtype=torch.float32):
-    """Attend causally; say whether it went by two products."""
+    """Attend causally, without a kernel of our own; say whether it went by two products."""
+    monkeypatch.setattr(attention, "_has_cpu_kernel", lambda: False)
     calls = []
     whole = short_attention.attend
     monkeypatch.setattr(short_attention, "attend", lambda *qkv: (calls.append(qkv), whole(*qkv))[1])

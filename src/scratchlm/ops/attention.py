@@ -1,4 +1,4 @@
-"""Attention as fast as the machine allows: torch's kernels, and which of them for what.
+"""Attention as fast as the machine allows: whose kernels, and which of them for what.
 
 The same names and signatures as in `ops/reference.py`.
 """
@@ -12,11 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import short_attention
+from scratchlm.ops.kernels import native
 from scratchlm.ops.masks import CausalMask, Mask, check_attention
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
 QUERY_CHUNK = 512
+# Our CPU kernel pays from so many tokens on, and has been measured up to so many channels a head.
+TOKENS_FROM, CHANNELS_UP_TO = 48, 128
 
 
 def scaled_dot_product_attention(
@@ -63,6 +66,11 @@ _KERNELS = [
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    if _suits_cpu_kernel(q, k, v) and _has_cpu_kernel():
+        from scratchlm.ops.cpu_attention import causal_attention
+
+        mixed: Tensor = causal_attention(q, k, v)[0]
+        return mixed
     if not grouped and short_attention.is_short(q, k, v):
         return short_attention.attend(q, k, v)
     # cuDNN plans anew for every length: that pays in training, where lengths do not change.
@@ -70,6 +78,30 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     with sdpa_kernel(_KERNELS, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether our own kernel is for these: on a CPU, in float32, neither short nor wide."""
+    return (
+        q.is_cpu
+        and q.ndim == k.ndim == 4
+        and q.shape[-2] >= TOKENS_FROM
+        and q.shape[-1] <= CHANNELS_UP_TO
+        and q.shape[0] == k.shape[0]
+        and k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+@torch.compiler.assume_constant_result
+def _has_cpu_kernel() -> bool:
+    """Whether our own kernel can be had; at the first call it is compiled."""
+    if native.library() is None:
+        return False
+    import scratchlm.ops.cpu_attention  # noqa: F401  # before a compiler looks on
+
+    return True
 
 
 def _attend_chunk(

@@ -270,7 +270,8 @@ _DEAR = {
 }
 
 
-_DEAR_OF_OURS = {"scratchlm::swiglu"}  # by name: there only where it has run
+# By name: they are there only where they have run.
+_DEAR_OF_OURS = {"scratchlm::swiglu", "scratchlm::causal_attention"}
 
 
 def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:

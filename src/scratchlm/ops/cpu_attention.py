@@ -1,0 +1,111 @@
+"""Causal attention on a CPU by our own kernel, as operations a compiler does not open.
+
+    O = softmax(Q Kᵀ / √d_head) V       every token over itself and its past
+
+`kernels/attention.cpp` has the formulas and the loops. Results lie in memory as (batch, seq, heads,
+d_head): to merge the heads afterwards, or to give a product its gradient, copies nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scratchlm.ops.kernels import native
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "seq", "width")]
+
+
+class _View(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "row")),
+    ]
+
+
+def _call(name: str, q: Tensor, k: Tensor, *arguments: Tensor) -> None:
+    """Call the kernel; four dimensions are passed with their strides, three as they lie."""
+    batch, heads, seq, width = q.shape
+    key_heads = k.shape[1]
+    units = batch * key_heads
+    passed: list[Any] = [ctypes.byref(_Sizes(batch, heads, key_heads, seq, width))]
+    for x in (q, k, *arguments):
+        if x.ndim == 4:
+            passed.append(ctypes.byref(_View(x.data_ptr(), *x.stride()[:3])))
+        else:
+            passed.append(ctypes.c_void_p(x.data_ptr()))
+    library = native.library()
+    assert library is not None, native.why_not()
+    threads = max(1, min(torch.get_num_threads(), units))
+    if getattr(library, name)(*passed, ctypes.c_int(threads)):
+        raise MemoryError(f"attention over {seq} tokens")
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """Return room for a tensor like x, its heads side by side in memory."""
+    batch, heads, seq, width = x.shape
+    return x.new_empty(batch, seq, heads, width).transpose(1, 2)
+
+
+def _readable(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return the tensors, channels one after the other."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return O and, for the backward pass, every row's log₂ Σ 2^(score · log₂e)."""
+    q, k, v = _readable(q, k, v)
+    out, lse = _by_tokens(q), q.new_empty(q.shape[:3])
+    _call("attend", q, k, v, out, lse)
+    return out, lse
+
+
+def _causal_attention_back(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, above: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    q, k, v, out, above = _readable(q, k, v, out, above)
+    gradients = _by_tokens(q), _by_tokens(k), _by_tokens(v)
+    _call("attend_back", q, k, v, out, lse.contiguous(), above, *gradients)
+    return gradients
+
+
+causal_attention = torch.library.custom_op(
+    "scratchlm::causal_attention", _causal_attention, mutates_args=(), device_types="cpu"
+)
+causal_attention_back = torch.library.custom_op(
+    "scratchlm::causal_attention_back", _causal_attention_back, mutates_args=(), device_types="cpu"
+)
+
+
+@causal_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return _by_tokens(q), q.new_empty(q.shape[:3])
+
+
+@causal_attention_back.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, above: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_tokens(q), _by_tokens(k), _by_tokens(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+@once_differentiable
+def _back(ctx: Any, above: Tensor, of_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = causal_attention_back(*ctx.saved_tensors, above)
+    return gradients
+
+
+causal_attention.register_autograd(_back, setup_context=_keep)

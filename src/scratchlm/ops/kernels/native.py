@@ -1,0 +1,140 @@
+"""Our C++ kernels for a CPU, compiled at first use and kept: which compiler, which flags, where.
+
+The library lies in a folder that only its owner can write to, under a name that is a hash of all it
+was made from: source, flags, compiler, processor. Where there is no compiler, or anything else is
+in the way, there is no library; `why_not` says why, and torch's own kernels do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+HEADER = Path(__file__).with_name("cpu_tiles.h")  # which it includes
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+FOR_THIS_CPU = ("-march=native", "-mcpu=native")  # the first that the compiler takes
+COMPILERS = ("c++", "g++", "clang++")
+TIME_LIMIT = 120  # seconds
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, built if they must be; None where they cannot be had."""
+    return _loaded()[0]
+
+
+def why_not() -> str | None:
+    """Say why there are no kernels; None where there are."""
+    return _loaded()[1]
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        return ctypes.CDLL(str(built(cache_folder()))), None
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
+
+
+def cache_folder() -> Path:
+    """Return the user's folder for what can be made again; `~/.cache` unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise OSError("no home folder to keep what is built in")
+    return Path(base, "scratchlm")
+
+
+def built(folder: Path) -> Path:
+    """Return the library in `folder`, compiled unless it is there."""
+    if not hasattr(os, "getuid"):
+        raise OSError("no way to tell whose a folder is")
+    _make_private(folder)
+    compiler = _compiler()
+    source = SOURCE.read_bytes() + HEADER.read_bytes()
+    made_from = "\0".join((*FLAGS, *FOR_THIS_CPU, _version(compiler), _processor()))
+    name = hashlib.sha256(source + made_from.encode()).hexdigest()[:32]
+    path = folder / f"attention-{name}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    _refuse_others(path)
+    return path
+
+
+def _make_private(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _refuse_others(folder)
+
+
+def _refuse_others(path: Path) -> None:
+    """Raise unless `path` is ours and nobody else's to write: what lies there will be run."""
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(f"{path} is a link")
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"others may write to {path}")
+
+
+def _compiler() -> str:
+    chosen = os.environ.get("CXX", "")
+    for name in (chosen, *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found is not None:
+            return found
+    raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)}, and no $CXX")
+
+
+def _run(*command: str) -> str:
+    """Run to the end and return what it printed; raise with what it complained of."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip()[:500]}")
+    return done.stdout
+
+
+def _version(compiler: str) -> str:
+    return compiler + _run(compiler, "--version")
+
+
+def _processor() -> str:
+    """Return what tells this processor's instructions from another's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join((platform.machine(), platform.processor(), *sorted(told)))
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Compile beside `path`, then rename: another process may be doing the same."""
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        _run(compiler, *FLAGS, *_tuning(compiler), "-o", temporary, str(SOURCE))
+        os.chmod(temporary, 0o700)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _tuning(compiler: str) -> Iterator[str]:
+    """Yield the flag that asks for this processor's own instructions, where there is one."""
+    for flag in FOR_THIS_CPU:
+        try:
+            _run(compiler, flag, "-E", "-x", "c++", os.devnull)
+        except OSError:
+            continue
+        yield flag
+        return
