@@ -1,4 +1,4 @@
-"""Compile the products written in Gluon for a Hopper GPU, on a machine without one.
+"""Compile the kernels written in Gluon for a Hopper GPU, on a machine without one.
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per kernel:
 its name, bytes a thread spills to memory, bytes of shared memory, and how many instructions there

@@ -154,16 +154,20 @@ def test_a_nan_comes_out_where_it_was_looked_at_and_nowhere_else(which):
     rows = out[1, 0].isnan().any(dim=-1)
     assert rows[103]
     assert not rows[:103].any()
-    assert rows[104:].all() == (which != 0)
+    assert rows[104:].all() if which else not rows[104:].any()
     assert not of_q[1, 0, :103].isnan().any()
     assert of_k[1, 0, :104].isnan().any()
 
 
 @needs_kernel
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    tensors, pull = inputs(3, 4, 120, 32, key_heads=2), torch.randn(3, 4, 120, 32)
+@pytest.mark.parametrize(
+    ("shape", "key_heads"),
+    [((3, 4, 120, 32), 2), ((1, 3, 500, 16), 1), ((1, 1, 300, 32), 1)],  # some heads shared out
+)
+def test_the_number_of_threads_changes_no_bit(monkeypatch, shape, key_heads):
+    tensors, pull = inputs(*shape, key_heads=key_heads), torch.randn(shape)
     results = []
-    for threads in (1, 2, 5):
+    for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         results.append(with_gradients(ours, tensors, pull))
     for other in results[1:]:
@@ -229,6 +233,51 @@ def test_long_plain_float32_sequences_take_it_and_others_do_not(monkeypatch):
         assert not takes_kernel(monkeypatch, *inputs(1, 2, LONG, 8))
 
 
+@pytest.mark.parametrize(
+    ("q", "kv"),
+    [
+        ((1, 6, LONG, 8), (1, 4, LONG, 8)),
+        ((1, 2, LONG, 8), (1, 4, LONG, 8)),
+        ((1, 2, LONG, 16), (1, 2, LONG, 8)),
+        ((3, 2, LONG, 8), (2, 2, LONG, 8)),
+    ],
+    ids=str,
+)
+@needs_kernel
+def test_shapes_that_do_not_fit_each_other_are_refused(q, kv):
+    q, k, v = torch.randn(q), torch.randn(kv), torch.randn(kv)
+    with pytest.raises(RuntimeError):  # torch's own refusal
+        OPS["fast"].attention(q, k, v, CausalMask())
+    with pytest.raises(ValueError, match="must fit each other"):
+        op()(q, k, v)
+    with pytest.raises(ValueError, match="float32"):
+        op()(*(x.double() for x in inputs(1, 2, LONG, 8)))
+
+
+@needs_kernel
+def test_derivatives_it_does_not_have_are_torch_s():
+    """A closed operation knows its backward pass alone; forward-mode ones would be zeros."""
+    tensors = [x.detach() for x in inputs(1, 2, 64, 8)]
+    directions = tuple(torch.randn_like(x) for x in tensors)
+
+    def attend(*x):
+        return OPS["fast"].attention(*x, CausalMask())
+
+    def by_definition(*x):
+        return reference.attention(*x, CausalMask())
+
+    _, got = torch.func.jvp(attend, tuple(tensors), directions)
+    _, wanted = torch.func.jvp(by_definition, tuple(tensors), directions)
+    assert error(got, wanted.double()) < 1e-5
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], directions[0])
+        got = torch.autograd.forward_ad.unpack_dual(attend(dual, *tensors[1:])).tangent
+    assert got is not None
+    got = torch.func.grad(lambda q: attend(q, *tensors[1:]).sum())(tensors[0])
+    wanted = torch.func.grad(lambda q: by_definition(q, *tensors[1:]).sum())(tensors[0])
+    assert error(got, wanted.double()) < 1e-5
+
+
 @pytest.fixture
 def fresh(monkeypatch):
     """Let the kernels be looked for anew, and forget what was found."""
@@ -237,7 +286,8 @@ def fresh(monkeypatch):
     native._loaded.cache_clear()
 
 
-def test_without_a_compiler_torch_s_own_attention_does_it(fresh):
+def test_without_a_compiler_torch_s_own_attention_does_it(fresh, tmp_path):
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh.setattr(shutil, "which", lambda name: None)
     tensors, pull = inputs(1, 2, LONG, 8), torch.randn(1, 2, LONG, 8)
 
@@ -292,6 +342,30 @@ def test_a_link_in_place_of_the_folder_is_refused(fresh, tmp_path):
     assert "is a link" in native.why_not()
 
 
+@needs_compiler
+def test_a_compiler_may_speak_any_language(fresh, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'nicht f\\374r mich' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setenv("CXX", str(compiler))
+    assert native.library() is None
+    assert "nicht f" in native.why_not()
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 100, 4096, -1])
+def test_half_a_library_is_made_again(monkeypatch, tmp_path, size):
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(native, "SOURCE", source)
+    path = native.built(tmp_path / "kept")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    assert native.built(tmp_path / "kept") == path
+    assert path.read_bytes() == whole
+
+
 BUILD = "from pathlib import Path; import sys; from scratchlm.ops.kernels import native; "
 BUILD += "native.SOURCE = Path(sys.argv[2]); print(native.built(Path(sys.argv[1])))"
 
@@ -305,7 +379,9 @@ def test_two_processes_may_build_at_once(tmp_path):
     said = {process.communicate()[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     (path,) = said
-    assert os.listdir(tmp_path / "kept") == [os.path.basename(path)]
+    assert {os.path.basename(path)} == {
+        name for name in os.listdir(tmp_path / "kept") if not name.endswith(".sha256")
+    }
     assert os.stat(tmp_path / "kept").st_mode & 0o777 == 0o700
 
 

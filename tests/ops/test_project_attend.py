@@ -16,7 +16,7 @@ CUDA = torch.cuda.is_available()
 PLAIN = ModelConfig(101, 2 * CLUSTER_KEYS, 128, 1, 2, 96)
 
 
-def launched(config, rows=1, dtype=torch.bfloat16, capacity=64, spread=None):
+def launched(config, rows=1, dtype=torch.bfloat16, capacity=64):
     """Return the kernels of a step of this model on a Hopper GPU."""
     names = []
 
@@ -25,8 +25,8 @@ def launched(config, rows=1, dtype=torch.bfloat16, capacity=64, spread=None):
             names.append(kernel.__name__)
 
     model = TransformerLM(config, dtype=dtype)
-    step = Recorder(model, model.new_cache(rows, capacity), spread=spread)
-    step.clusters = spread is None
+    step = Recorder(model, model.new_cache(rows, capacity))
+    step.clusters = True
     step.run()
     return names
 
@@ -71,10 +71,10 @@ def test_more_rows_long_rows_and_full_precision_take_two_kernels():
     assert not is_taken(PLAIN, rows=2)
     assert not is_taken(PLAIN, dtype=torch.float32)
     assert not is_taken(PLAIN, capacity=CLUSTER_KEYS + 1)
-    assert not is_taken(PLAIN, spread=Spread(16, 4, 4))
 
 
-def test_no_cpu_is_taken_for_a_hopper_gpu():
+def test_no_cpu_is_taken_for_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     model = TransformerLM(PLAIN, dtype=torch.bfloat16)
     assert not fused.FusedStep(model, model.new_cache(1, 8)).clusters
 
@@ -132,6 +132,7 @@ def test_it_is_its_formula(heads, width, positions, length):
     cache.values[:, :, :, length:] = float("nan")
     step = fused.FusedStep(model, cache)
     assert step.clusters
+    assert not fused.FusedStep(model, cache, spread=Spread(16, 4, 4)).clusters  # said how
     step.lengths.fill_(length)
     step.x[0].normal_()
     layer = step.layers[0]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import short_attention
 from scratchlm.ops.kernels import native
-from scratchlm.ops.masks import CausalMask, Mask, check_attention
+from scratchlm.ops.masks import CausalMask, Mask, are_groups, check_attention
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
@@ -84,14 +84,24 @@ def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether our own kernel is for these: on a CPU, in float32, neither short nor wide."""
     return (
         q.is_cpu
-        and q.ndim == k.ndim == 4
+        and are_groups(q, k, v)
         and q.shape[-2] >= TOKENS_FROM
         and q.shape[-1] <= CHANNELS_UP_TO
-        and q.shape[0] == k.shape[0]
-        and k.shape == v.shape
         and q.dtype == k.dtype == v.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
+        and not _is_transformed()
     )
+
+
+def _is_transformed() -> bool:
+    """Whether functions are being transformed (`torch.func`, forward-mode derivatives).
+
+    An operation of ours has a backward pass alone: other derivatives of it would be zeros.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    levels = torch._C._functorch.peek_interpreter_stack()
+    return levels is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result

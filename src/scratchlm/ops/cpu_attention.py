@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scratchlm.ops.kernels import native
+from scratchlm.ops.masks import are_groups
 
 
 class _Sizes(ctypes.Structure):
@@ -34,7 +35,6 @@ def _call(name: str, q: Tensor, k: Tensor, *arguments: Tensor) -> None:
     """Call the kernel; four dimensions are passed with their strides, three as they lie."""
     batch, heads, seq, width = q.shape
     key_heads = k.shape[1]
-    units = batch * key_heads
     passed: list[Any] = [ctypes.byref(_Sizes(batch, heads, key_heads, seq, width))]
     for x in (q, k, *arguments):
         if x.ndim == 4:
@@ -43,8 +43,7 @@ def _call(name: str, q: Tensor, k: Tensor, *arguments: Tensor) -> None:
             passed.append(ctypes.c_void_p(x.data_ptr()))
     library = native.library()
     assert library is not None, native.why_not()
-    threads = max(1, min(torch.get_num_threads(), units))
-    if getattr(library, name)(*passed, ctypes.c_int(threads)):
+    if getattr(library, name)(*passed, ctypes.c_int(torch.get_num_threads())):
         raise MemoryError(f"attention over {seq} tokens")
 
 
@@ -59,8 +58,16 @@ def _readable(*tensors: Tensor) -> Sequence[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what the kernel, which sees addresses, would read wrong."""
+    if not (are_groups(q, k, v) and q.dtype == k.dtype == v.dtype == torch.float32):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"queries, keys and values in float32 must fit each other; got {shapes}")
+
+
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return O and, for the backward pass, every row's log₂ Σ 2^(score · log₂e)."""
+    _check(q, k, v)
     q, k, v = _readable(q, k, v)
     out, lse = _by_tokens(q), q.new_empty(q.shape[:3])
     _call("attend", q, k, v, out, lse)
@@ -71,6 +78,9 @@ def _causal_attention_back(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, above: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
+    _check(q, k, v)
+    if not q.shape == out.shape == above.shape or lse.shape != q.shape[:3]:
+        raise ValueError(f"output and gradient must be like the queries, {tuple(q.shape)}")
     q, k, v, out, above = _readable(q, k, v, out, above)
     gradients = _by_tokens(q), _by_tokens(k), _by_tokens(v)
     _call("attend_back", q, k, v, out, lse.contiguous(), above, *gradients)

@@ -108,3 +108,11 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> No
         )
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean (True = attend); got {mask.dtype}")
+
+
+def are_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether these are (batch, heads, seq, width), a group of query heads for each key head."""
+    if not query.ndim == key.ndim == 4 or key.shape != value.shape:
+        return False
+    alike = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
+    return alike and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0

@@ -7,8 +7,8 @@
 //
 // Every product is in tiles (`cpu_tiles.h`). Of the future nothing is read but inside a tile of S on
 // the diagonal, where it is computed and never looked at: sums end, or begin, with a triangle. So
-// what is wrong in the future, a NaN too, stays there. One thread computes a key head with all its
-// query heads, in a fixed order: the bits do not depend on the number of threads.
+// what is wrong in the future, a NaN too, stays there. Sums are never shared among threads: the bits
+// do not depend on how many there are.
 //
 // Logarithms are of base 2, so queries are multiplied by log₂e / √d as they are packed.
 
@@ -24,7 +24,11 @@
 #include "cpu_tiles.h"
 
 // OpenMP's, where torch brought it: its threads are awake and would stand in the way of new ones.
+#ifdef __linux__
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+#else
+constexpr void (*GOMP_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+#endif
 
 namespace {
 
@@ -40,16 +44,22 @@ struct Forward {
 
     long room() const { return 2 * n.padded() * n.packed() + BLOCK * (n.packed() + n.padded()); }
 
-    void unit(long b, long key_head, float* scratch) const {
+    // Blocks of queries do not need each other: few heads are shared out among many threads.
+    long shares(int threads) const {
+        long wanted = round_up(2 * threads, n.batch * n.key_heads) / (n.batch * n.key_heads);
+        return n.batch * n.key_heads >= threads ? 1 : std::min(wanted, blocks());
+    }
+    long blocks() const { return n.heads / n.key_heads * (round_up(n.seq, BLOCK) / BLOCK); }
+
+    void unit(long b, long key_head, long share, long of, float* scratch) const {
         float* keys = scratch;
         float* values = keys + n.padded() * n.packed();
         float* rest = values + n.padded() * n.packed();
         pack_turned(keys, k.of(b, key_head), k.row, n);
         pack_channels(values, v.of(b, key_head), v.row, n.seq, n.seq, n, 1.0f);
         long group = n.heads / n.key_heads;
-        for (long h = key_head * group; h < (key_head + 1) * group; ++h)
-            for (long first = 0; first < n.seq; first += BLOCK)
-                block(b, h, first, keys, values, rest);
+        for (long i = share; i < blocks(); i += of)  // later blocks are longer: each takes of all
+            block(b, key_head * group + i % group, i / group * BLOCK, keys, values, rest);
     }
 
     void block(
@@ -135,7 +145,9 @@ struct Backward {
         long first, count;
     };
 
-    void unit(long b, long key_head, float* scratch) const {
+    long shares(int) const { return 1; }  // ∂K and ∂V are sums over all queries
+
+    void unit(long b, long key_head, long, long, float* scratch) const {
         long whole = n.padded() * n.packed(), part = BLOCK * n.packed();
         Keys keys{scratch, scratch + whole, scratch + 2 * whole, scratch + 3 * whole,
                   scratch + 4 * whole};
@@ -265,15 +277,20 @@ void on_threads(Run& run, int threads) {
 // Do all key heads of the batch, as threads find time. 0, or 1 where memory is short.
 template <class Work>
 int share_out(const Work& work, int threads) {
-    long units = work.n.batch * work.n.key_heads;
+    long heads = work.n.batch * work.n.key_heads;
+    if (heads == 0) return 0;
+    long shares = work.shares(threads), units = heads * shares;
+    threads = (int)std::min<long>(threads, units);
     size_t room = round_up(work.room(), 16);
     float* scratch = (float*)std::aligned_alloc(64, threads * room * sizeof(float));
     if (scratch == nullptr) return 1;
     std::atomic<long> next{0}, seats{0};
     auto run = [&] {
         float* mine = scratch + seats++ * room;
-        for (long u; (u = next++) < units;)
-            work.unit(u / work.n.key_heads, u % work.n.key_heads, mine);
+        for (long u; (u = next++) < units;) {
+            long head = u / shares;
+            work.unit(head / work.n.key_heads, head % work.n.key_heads, u % shares, shares, mine);
+        }
     };
     if (threads > 1)
         on_threads(run, threads);

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <utility>
 
-#ifndef __FP_FAST_FMAF
+#if !defined(__FP_FAST_FMAF) && !defined(__FMA__)
 #error "without fused multiply-add, torch's own attention is faster"
 #endif
 
@@ -187,7 +187,11 @@ void unpack_channels(
 
 template <int HALF, int... I>
 inline Vec zip(Vec a, Vec b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
     return __builtin_shufflevector(a, b, (HALF * LANES / 2 + I / 2 + I % 2 * LANES)...);
+#else
+    return __builtin_shuffle(a, b, Ints{(HALF * LANES / 2 + I / 2 + I % 2 * LANES)...});
+#endif
 }
 
 // Turn a square: each round interleaves the rows of its halves, and log₂ LANES rounds do it.
@@ -210,7 +214,7 @@ inline void turn(Vec (&x)[LANES]) {
 void pack_turned(float* to, const float* from, long stride, const Sizes& n) {
     for (long first = 0; first < n.padded(); first += LANES) {
         float* panel = to + first / PANEL * PANEL * n.width + first % PANEL;
-        long rows = std::clamp(n.seq - first, 0L, (long)LANES), c = 0;
+        long rows = std::clamp<long>(n.seq - first, 0, LANES), c = 0;
         for (; c + LANES <= n.width && rows == LANES; c += LANES) {
             Vec square[LANES];
             for (int r = 0; r < LANES; ++r)

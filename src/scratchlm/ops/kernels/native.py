@@ -1,8 +1,9 @@
 """Our C++ kernels for a CPU, compiled at first use and kept: which compiler, which flags, where.
 
 The library lies in a folder that only its owner can write to, under a name that is a hash of all it
-was made from: source, flags, compiler, processor. Where there is no compiler, or anything else is
-in the way, there is no library; `why_not` says why, and torch's own kernels do the work.
+was made from: source, flags, compiler, processor. Beside it lies its own hash: what is not whole is
+made again. Where there is no compiler, or anything else is in the way, there is no library;
+`why_not` says why, and torch's own kernels do the work.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def why_not() -> str | None:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         return ctypes.CDLL(str(built(cache_folder()))), None
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, str(error)
 
 
@@ -63,12 +64,25 @@ def built(folder: Path) -> Path:
     compiler = _compiler()
     source = SOURCE.read_bytes() + HEADER.read_bytes()
     made_from = "\0".join((*FLAGS, *FOR_THIS_CPU, _version(compiler), _processor()))
-    name = hashlib.sha256(source + made_from.encode()).hexdigest()[:32]
+    name = hashlib.sha256(source + made_from.encode(errors="surrogateescape")).hexdigest()[:32]
     path = folder / f"attention-{name}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _compile(compiler, path)
     _refuse_others(path)
     return path
+
+
+def _seal(path: Path) -> Path:
+    """Return where the hash of a library is kept."""
+    return path.with_suffix(".sha256")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was written; half a one would end the process."""
+    try:
+        return _seal(path).read_text("ascii") == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
 
 
 def _make_private(folder: Path) -> None:
@@ -97,7 +111,9 @@ def _compiler() -> str:
 
 def _run(*command: str) -> str:
     """Run to the end and return what it printed; raise with what it complained of."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=TIME_LIMIT
+    )
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip()[:500]}")
     return done.stdout
@@ -124,7 +140,9 @@ def _compile(compiler: str, path: Path) -> None:
     try:
         _run(compiler, *FLAGS, *_tuning(compiler), "-o", temporary, str(SOURCE))
         os.chmod(temporary, 0o700)
+        found = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
         os.replace(temporary, path)
+        _seal(path).write_text(found, "ascii")
     finally:
         Path(temporary).unlink(missing_ok=True)
 
