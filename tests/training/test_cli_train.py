@@ -14,6 +14,7 @@ import torch
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
 from scratchlm.cli.threads import SPINS, wait_briefly
+from scratchlm.cli.train import choose_device
 from scratchlm.training import read_metrics
 from training.tiny import log_of, write_data
 
@@ -209,6 +210,20 @@ def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, nam
     assert message in lines[0]
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")]
+    with pytest.raises(ValueError, match="end at cuda:1"):
+        choose_device("cuda:2")
+    assert choose_device("cuda") == torch.device("cuda")
+    assert choose_device("cpu") == torch.device("cpu")
+    assert len(current) == 1
 
 
 @pytest.mark.parametrize(

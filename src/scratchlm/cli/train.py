@@ -181,7 +181,10 @@ def _say(text: str) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; auto is a GPU where there is one."""
+    """Return the device of that name, from now on the current one; auto is a GPU if there is one.
+
+    Kernels are launched, and steps recorded, on the current device, wherever their tensors lie.
+    """
     import torch
 
     if name == "auto":
@@ -192,6 +195,11 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: there is no CUDA device here")
+    if device.type == "cuda" and device.index is not None:
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ValueError(f"--device {name}: the CUDA devices here end at cuda:{count - 1}")
+        torch.cuda.set_device(device)
     return device
 
 

@@ -16,8 +16,8 @@ PROGRAMS_WANTED = 264
 MAX_ROWS = 4  # more rows are multiplied by the library's products
 MAX_SHARES = 8  # of attention, that the output projection adds up as it reads them
 SHORT = 256  # keys up to which a step is recorded by itself
-# `project_attend`: channels of a head, keys that its cluster holds, the widest row, and how many
-# clusters of eight 132 multiprocessors have room for
+# `project_attend`: channels of a head, keys that its cluster holds, the widest row, and the most
+# heads, a cluster of eight multiprocessors each: 132 have room for 15 alone, 30 two by two
 CLUSTER_HEAD, CLUSTER_KEYS, CLUSTER_WIDTH, MAX_CLUSTERS = 64, 1024, 1024, 16
 
 
