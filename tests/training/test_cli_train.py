@@ -15,6 +15,7 @@ from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoin
 from scratchlm.cli import main
 from scratchlm.cli.threads import SPINS, wait_briefly
 from scratchlm.cli.train import choose_device
+from scratchlm.ops.kernels import native
 from scratchlm.training import read_metrics
 from training.tiny import log_of, write_data
 
@@ -210,6 +211,16 @@ def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, nam
     assert message in lines[0]
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+@pytest.mark.parametrize(("context", "told"), [(48, True), (8, False)])
+def test_a_run_says_why_its_attention_is_slower(cli, tmp_path, text, monkeypatch, context, told):
+    monkeypatch.setattr(native, "_loaded", lambda: (None, "no C++ compiler"))
+    size = (*SMALL[:3], f"model.context_length={context}")
+    command = ("train", text, "--out", tmp_path / "run", "--steps", 1, "--vocab-size", 280, *size)
+    code, _, err = cli(*command)
+    assert code == 0, err
+    assert ("ours was not to be had: no C++ compiler" in err) == told
 
 
 def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):

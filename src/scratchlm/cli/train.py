@@ -218,6 +218,8 @@ def look_at_machine(device: torch.device) -> Machine:
 
 def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.accounting import count_parameters
+    from scratchlm.ops.attention import TOKENS_FROM
+    from scratchlm.ops.kernels import native
 
     model, settings = plan.model, learner.settings
     _say(
@@ -230,6 +232,10 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         f"{learner.device}, {settings.precision}"
         + (f"; going on from step {step:,}" if step else "")
     )
+    if learner.device.type == "cpu" and model.context_length >= TOKENS_FROM:
+        reason = native.why_not()
+        if reason is not None:
+            _say(f"attention: torch's, which is slower; ours was not to be had: {reason}")
 
 
 def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.Tensor | None]:
