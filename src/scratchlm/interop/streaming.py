@@ -90,7 +90,8 @@ def _read_turned(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
         piece = whole[:, left:right]
-        out[:, begin : begin + len(piece)].copy_(piece.T)
+        # Turned first, then put in place: at once, it would be copied number by number.
+        out[:, begin : begin + len(piece)].copy_(piece.T.contiguous())
         yield piece
 
 
