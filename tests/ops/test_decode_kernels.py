@@ -1,17 +1,14 @@
 """The decoding kernels, each against the formula in float64, at sizes that fit no block."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from ops.gpu import compiled_lines
 from scratchlm.model.fused import FusedStep
 from scratchlm.ops import CausalMask, reference
-from scratchlm.ops.kernels import decode, decode_attention
+from scratchlm.ops.kernels import decode, decode_attention, decode_many
 from scratchlm.ops.kernels.greatest import greatest
 from scratchlm.ops.kernels.tiles import (
     MAX_ROWS,
@@ -223,7 +220,7 @@ def test_embedding_adds_positions_and_marks_unknown_ids():
 def test_add_norm_moves_the_stream_on_and_norms_it():
     x, delta, gain = draw(3, K), draw(3, K), draw(K)
     expected, h = x.double() + delta.double(), torch.zeros(3, K, device=DEVICE)
-    decode.add_norm[(3,)](x, delta, gain, None, h, K, 1e-5, decode.RMS_NORM, power_of_two(K))
+    decode_many.add_norm[(3,)](x, delta, gain, None, h, K, 1e-5, decode.RMS_NORM, power_of_two(K))
     assert relative_error(x, expected) < TOLERANCE[torch.float32]
     assert relative_error(h, normed(decode.RMS_NORM, expected, gain, None)) < 2e-6
 
@@ -295,14 +292,7 @@ def test_shares_are_handed_on_where_few_rows_and_whole_heads_read_them():
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral"])
 def test_everything_compiles_and_asks_for_weights_before_it_waits(family):
-    program = Path(__file__).with_name("compile_decode.py")
-    paths = os.pathsep.join(sys.path)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, str(program), family], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = [line.split() for line in compiled_lines("compile_decode.py", family)]
     assert {name for name, _, _ in found} >= {"embed", "norm_project", "attend", "greatest"}
     for name, early, _ in found:
         if name in ("norm_project", "norm_gate", "project_add"):

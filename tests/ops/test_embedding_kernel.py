@@ -1,13 +1,9 @@
 """The lookup and the gradient of its table: the kernels' sums are those of the definition."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from ops.gpu import compiled_lines
 from scratchlm.ops import OPS, fast, ranges, reference
 from scratchlm.ops.kernels import embedding as kernel
 from scratchlm.ops.kernels.embedding import Lookup, embedding_backward, embedding_forward
@@ -245,14 +241,8 @@ def test_torchs_own_is_kept_where_the_kernels_are_not_for_it(monkeypatch, why):
 
 
 def test_it_compiles_for_a_hopper_gpu_with_wide_loads():
-    program = Path(__file__).with_name("compile_embedding.py")
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
     wide = {}
-    for line in done.stdout.splitlines():
+    for line in compiled_lines("compile_embedding.py"):
         name, *numbers = line.rsplit(" ", 5)
         wide[name] = [int(n) for n in numbers[:2]]
     # 8 columns a thread: of every row two loads of four numbers, or in bfloat16 one of eight.

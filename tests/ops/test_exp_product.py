@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ops.gpu import on_hopper, relative_error
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.ops import hopper
@@ -40,20 +41,11 @@ def test_it_is_for_bfloat16_and_enough_tiles_on_a_hopper_gpu(monkeypatch):
 # On a Hopper GPU
 
 
-def is_hopper():
-    return CUDA and hopper.is_hopper(torch.cuda.current_device())
-
-
-on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
 SIZES = [(128, 64, 128), (640, 320, 200), (1000, 104, 328), (4096, 768, 2304)]
 
 
 def draw(*shape, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).bfloat16()
-
-
-def relative_error(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.cuda

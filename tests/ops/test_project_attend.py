@@ -6,6 +6,7 @@ Nothing interprets it on a CPU; `compile_gluon.py` compiles it there.
 import pytest
 import torch
 
+from ops.gpu import on_hopper, relative_error
 from scratchlm.config import Attention, LayerNorm, ModelConfig, NoPositions, Rotary
 from scratchlm.inference.decoder import GraphDecoder
 from scratchlm.model import TransformerLM, fused
@@ -80,17 +81,6 @@ def test_no_cpu_is_taken_for_a_hopper_gpu(monkeypatch):
 
 
 # On a Hopper GPU
-
-
-def is_hopper():
-    return CUDA and hopper.is_hopper(torch.cuda.current_device())
-
-
-on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
-
-
-def relative_error(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def by_formula(step, x, length):

@@ -4,17 +4,14 @@ Nothing interprets the kernels on a CPU. There the formulas stand for them, and 
 that they are programs for the GPU they are meant for.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ops.gpu import compiled_lines, on_hopper, relative_error
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import SwiGLU
@@ -203,13 +200,7 @@ def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy,
 
 
 def test_the_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
-    program = Path(__file__).with_name("compile_gluon.py")
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in compiled_lines("compile_gluon.py")]
     kernels = ["_forward", "_back", "_exp_product", *["project_attend"] * 3]
     assert [line[0] for line in lines] == kernels
     for _, spilled, shared, instructions in lines:
@@ -219,17 +210,6 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
 
 
 # On a Hopper GPU
-
-
-def is_hopper():
-    return CUDA and hopper.is_hopper(torch.cuda.current_device())
-
-
-on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
-
-
-def relative_error(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.cuda

@@ -218,7 +218,7 @@ def look_at_machine(device: torch.device) -> Machine:
 
 def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.accounting import count_parameters
-    from scratchlm.ops.attention import TOKENS_FROM
+    from scratchlm.ops.attention import TOKENS_FROM, attention
     from scratchlm.ops.kernels import native
 
     model, settings = plan.model, learner.settings
@@ -232,7 +232,8 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         f"{learner.device}, {settings.precision}"
         + (f"; going on from step {step:,}" if step else "")
     )
-    if learner.device.type == "cpu" and model.context_length >= TOKENS_FROM:
+    on_cpu = learner.device.type == "cpu" and settings.precision == "fp32"
+    if on_cpu and learner.model.ops.attention is attention and model.context_length >= TOKENS_FROM:
         reason = native.why_not()
         if reason is not None:
             _say(f"attention: torch's, which is slower; ours was not to be had: {reason}")

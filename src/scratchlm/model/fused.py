@@ -123,9 +123,11 @@ class FusedStep:
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
-        from scratchlm.ops.kernels import decode, decode_attention, greatest  # need triton: here
+        # They need triton: only here.
+        from scratchlm.ops.kernels import decode, decode_attention, decode_many, greatest
 
-        self.kernels, self.attention, self.greatest = decode, decode_attention, greatest.greatest
+        self.kernels, self.attention, self.many = decode, decode_attention, decode_many
+        self.greatest = greatest.greatest
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
         self.pdl = pdl and self.few and not self.interpreted
         self.clusters = spread is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
@@ -396,7 +398,7 @@ class FusedStep:
             up = _linear(h, ffn.w1)
             factor = _linear(h, ffn.w3) if isinstance(ffn, SwiGLU) else None
             self._launch(
-                self.kernels.gate,
+                self.many.gate,
                 (-(-up.numel() // 1024),),
                 *(up, factor, self.u, up.numel(), self._activation(ffn), 1024),
             )
@@ -409,7 +411,7 @@ class FusedStep:
         width = self.h.shape[1]
         kind, gain, shift, eps = self._norm(norm)
         self._launch(
-            self.kernels.add_norm,
+            self.many.add_norm,
             (self.rows,),
             *(self.x[0], delta, gain, shift, self.h),
             *(width, eps, kind, power_of_two(width)),

@@ -1,0 +1,31 @@
+"""What tests of GPU kernels share: who can run them, how far off they are, what they compile to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scratchlm.ops import hopper
+
+
+def is_hopper():
+    return torch.cuda.is_available() and hopper.is_hopper(torch.cuda.current_device())
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
+
+
+def relative_error(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def compiled_lines(program, *arguments):
+    """Return what a program beside this file prints, compiling without Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
