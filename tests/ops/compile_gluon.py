@@ -14,14 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from scratchlm.ops.kernels import exp_product, project_attend, swiglu, turns
+from scratchlm.ops.kernels import exp_product, project_attend, project_heads, swiglu, turns
 
 TALL, WIDE, SMALL = (128, 64), (64, 128), (64, 64)  # blocks of the matrices described to TMA
 FLOATS = ("*fp32", "*fp32", "i32", "i32")
 KERNELS = [
-    (swiglu._forward, [TALL, SMALL, SMALL, TALL, TALL, TALL], {}),
-    (swiglu._back, [TALL, WIDE, TALL, TALL, TALL, TALL], {}),
+    (swiglu._forward, [TALL, SMALL, SMALL, TALL, "*bf16"], {"STAGES": swiglu.FORWARD_STAGES}),
+    (swiglu._back, [TALL, WIDE, TALL, TALL, "*bf16", "i32"], {}),
     (exp_product._exp_product, [TALL, TALL, TALL, *FLOATS], {"CAP": exp_product.CAP}),
+    (project_heads._project, [TALL, TALL, TALL, *FLOATS], {"INTERLEAVED": True}),
+    (project_heads._project, [TALL, TALL, TALL, *FLOATS], {"INTERLEAVED": False}),
 ]
 
 
@@ -36,7 +38,9 @@ def compiled(kernel, arguments, constants):
     whole = {name: getattr(turns, name) for name in ("STAGES", "GROUP", "REGISTERS")} | constants
     kinds |= dict.fromkeys(turns.SIZES, "i32") | dict.fromkeys(whole, "constexpr")
     places = {(names.index(name),): value for name, value in whole.items()}
-    source = GluonASTSource(kernel, kinds, constexprs=places, attrs={})
+    whole = {name for name, kind in kinds.items() if kind.startswith("*")}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    source = GluonASTSource(kernel, kinds, constexprs=places, attrs=attrs)
     options = {"num_warps": 4, "maxnreg": 168}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

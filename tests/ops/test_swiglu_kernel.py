@@ -27,17 +27,20 @@ CALLS = []
 
 def product(x, w13, w2):
     CALLS.append("product")
-    joined = x @ w13.t()
-    a, b = joined.chunk(2, dim=-1)
+    a, b = (x @ w13.t()).chunk(2, dim=-1)
     hidden = F.silu(a) * b
-    return hidden @ w2.t(), joined, hidden
+    factors = torch.cat((torch.ops.aten.silu_backward(b, a), F.silu(a)), dim=-1)
+    kept = x.new_zeros(kernels.kept_size(*hidden.shape))  # as large as the kernel's
+    kept[: factors.numel()] = factors.flatten()
+    return hidden @ w2.t(), kept, hidden
 
 
-def back(dy, w2, joined):
+def back(dy, w2, kept):
     CALLS.append("back")
-    a, b = joined.chunk(2, dim=-1)
+    rows, d_ff = len(dy), w2.shape[1]
+    p, q = kept[: 2 * rows * d_ff].view(rows, 2, d_ff).unbind(1)
     of_h = dy @ w2
-    return torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
+    return torch.cat((of_h * p, of_h * q), dim=-1)
 
 
 kernels.swiglu.register_kernel("cpu")(product)
@@ -201,7 +204,7 @@ def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy,
 
 def test_the_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
     lines = [line.split() for line in compiled_lines("compile_gluon.py")]
-    kernels = ["_forward", "_back", "_exp_product", *["project_attend"] * 3]
+    kernels = ["_forward", "_back", "_exp_product", *["_project"] * 2, *["project_attend"] * 3]
     assert [line[0] for line in lines] == kernels
     for _, spilled, shared, instructions in lines:
         assert int(spilled) == 0
@@ -210,6 +213,14 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_spill_nothing():
 
 
 # On a Hopper GPU
+
+
+def matrices(kept, rows, d_ff):
+    """Return P and Q by rows and columns."""
+    across = -(-d_ff // 64)
+    tiles = kept.view(rows // 128, across, 2, 2, 4, 4, 8, 4, 2, 2, 2)  # m n kind i g w q p h j e
+    whole = tiles.permute(2, 0, 3, 5, 9, 6, 1, 4, 8, 7, 10).reshape(2, rows, 64 * across)
+    return whole[:, :, :d_ff].unbind()
 
 
 @pytest.mark.cuda
@@ -223,18 +234,20 @@ def test_the_kernels_are_their_formulas(rows, d, d_ff, programs):
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
     x, dy, w13, w2 = draw(rows, d), draw(rows, d), draw(2 * d_ff, d, scale=d**-0.5), draw(d, d_ff)
-    joined, hidden = kernels.gated_product(x, w13, programs)
-    exact = x.double() @ w13.double().t()
-    a, b = joined.double().chunk(2, dim=-1)
-    assert relative_error(joined, exact) < 4e-3
-    assert relative_error(hidden, F.silu(a) * b) < 4e-3
-    of_joined = kernels.gated_product_back(dy, w2, joined, programs)
+    kept, hidden = kernels.gated_product(x, w13, programs)
+    a, b = (x.double() @ w13.double().t()).chunk(2, dim=-1)
+    of_a, of_b = torch.ops.aten.silu_backward(b, a), F.silu(a)
+    assert relative_error(hidden, of_b * b) < 4e-3
+    for got, expected in zip(matrices(kept, rows, d_ff), (of_a, of_b), strict=True):
+        assert relative_error(got, expected) < 4e-3
+    of_joined = kernels.gated_product_back(dy, w2, kept, programs)
     of_h = dy.double() @ w2.double()
-    truth = torch.cat((torch.ops.aten.silu_backward(of_h * b, a), of_h * F.silu(a)), dim=-1)
-    assert relative_error(of_joined, truth) < 4e-3
+    assert relative_error(of_joined, torch.cat((of_h * of_a, of_h * of_b), dim=-1)) < 4e-3
     for _ in range(3):  # a race would show
-        assert torch.equal(kernels.gated_product(x, w13, programs)[1], hidden)
-        assert torch.equal(kernels.gated_product_back(dy, w2, joined, programs), of_joined)
+        again, hidden_again = kernels.gated_product(x, w13, programs)
+        assert torch.equal(again, kept)
+        assert torch.equal(hidden_again, hidden)
+        assert torch.equal(kernels.gated_product_back(dy, w2, kept, programs), of_joined)
 
 
 @pytest.mark.cuda

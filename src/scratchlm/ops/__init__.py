@@ -72,6 +72,10 @@ class Ops:
         if norm is not None and self.rms_norm is not fast.rms_norm:
             return None
         if self.linears is fast.linears:
+            if norm is None and not any(bias is not None for bias in biases):
+                at_once = fast.projected_heads(x, weights, heads, turn)
+                if at_once is not None:
+                    return at_once
             joined = fast.joined_product(x, weights, biases)
         elif self.linears is fp8.linears:
             joined = fp8.joined_product(x, weights, biases)

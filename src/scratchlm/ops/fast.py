@@ -312,6 +312,21 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
+def projected_heads(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    heads: tuple[int, int],
+    turn: tuple[Tensor, Tensor, str],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Project x and turn queries and keys on the way out, where a Hopper GPU trains."""
+    low, (cos, sin, layout) = _low(x), turn
+    if not hopper.takes_heads(x, len(weights[0]) // heads[0], low):
+        return None
+    from scratchlm.ops.kernels.project_heads import projected
+
+    return projected(x.to(low), in_one(weights, low), cos, sin, heads, layout == "interleaved")
+
+
 def turned_heads(
     joined: Tensor,
     heads: tuple[int, int],

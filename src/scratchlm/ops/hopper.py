@@ -1,8 +1,8 @@
 """Where the kernels written for Hopper run.
 
 Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
-gate (`kernels/swiglu.py`), the exponentials of the loss (`kernels/exp_product.py`). Elsewhere
-cuBLAS multiplies, as it does wherever there is nothing to do at the end of a tile. Its clusters
+gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
+exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does wherever there is nothing to do at the end of a tile. Its clusters
 decode (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is
 experimental: for the versions of Triton they were tried with.
 """
@@ -39,6 +39,13 @@ def takes_gate(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
     """Whether SwiGLU's products are for this input, multiplied in `dtype`."""
     rows, (d, d_ff) = x.shape[:-1].numel(), w2.shape
     whole = rows % 128 == 0 and d % 64 == 0 and d_ff % 8 == 0 and rows > 0
+    return whole and dtype == torch.bfloat16 and x.is_cuda and is_hopper(x.device.index)
+
+
+def takes_heads(x: Tensor, d_head: int, dtype: torch.dtype) -> bool:
+    """Whether the product that turns queries and keys is for this input, multiplied in `dtype`."""
+    rows, d = x.shape[:-1].numel(), x.shape[-1]
+    whole = rows % 128 == 0 and d % 64 == 0 and d_head == 64 and rows > 0
     return whole and dtype == torch.bfloat16 and x.is_cuda and is_hopper(x.device.index)
 
 

@@ -260,7 +260,7 @@ def heads_backward(
 _turn_heads = torch.library.custom_op(
     "scratchlm::turn_heads", heads_forward, mutates_args=(), device_types="cuda"
 )
-_turn_heads_back = torch.library.custom_op(
+turn_heads_back = torch.library.custom_op(
     "scratchlm::turn_heads_back", heads_backward, mutates_args=(), device_types="cuda"
 )
 
@@ -280,7 +280,7 @@ def _(
     return _results(joined, heads, kv_heads)
 
 
-@_turn_heads_back.register_fake
+@turn_heads_back.register_fake
 def _(
     dq: Tensor,
     dk: Tensor,
@@ -326,7 +326,7 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         joined, cos, sin, q_gain, k_gain = ctx.saved_tensors
         how = (cos, sin, q_gain, k_gain, ctx.eps, ctx.interleaved)
-        out, of_gains = _turn_heads_back(dq, dk, dv, joined, *how)
+        out, of_gains = turn_heads_back(dq, dk, dv, joined, *how)
         of_q = of_k = None
         if q_gain is not None:
             of_q, of_k = of_gains.to(q_gain.dtype).unbind()

@@ -1,16 +1,16 @@
 """SwiGLU's gate inside the two products beside it, for Hopper's tensor cores.
 
-    forward    [a | b] = x [W1; W3]ᵀ,    h = SiLU(a) ⊙ b
-    backward   ∂h = ∂y W2,    ∂a = ∂h ⊙ b ⊙ σ(a)(1 + a(1 − σ(a))),    ∂b = ∂h ⊙ SiLU(a)
+    forward    a = x W1ᵀ,  b = x W3ᵀ,  σ = σ(a),   h = Q ⊙ b
+               Q = aσ,  P = b ⊙ (σ + Q(1 − σ)):    what h's gradient is multiplied with
+    backward   ∂h = ∂y W2,    ∂a = ∂h ⊙ P,    ∂b = ∂h ⊙ Q
 
 As kernels of their own, the gate and its backward read and write what the product before them has
-just written: 3 and 5 passes over (tokens, d_ff). Here h leaves with a and b, and ∂h never lies in
-memory. How the products run, and what waits for what: `turns.py`. In the backward pass also
+just written: 3 and 5 passes over (tokens, d_ff). Here h leaves with P and Q, a and b stay where they
+were summed, and ∂h never lies in memory. How the products run, and what waits for what: `turns.py`.
 
-    given[2h + c]  half h (64 columns) of a and b for consumer c's tile
-
-a and b have one set of buffers, and ∂a lies over a, ∂b over b: the consumer of tile i, once its
-results have been read out, itself starts the copies for tile i + 1.
+The products take all that shared memory can carry. So P and Q, which nobody else reads, do not pass
+through it: they lie in memory as the threads hold them, tile by tile, 16 bytes of each thread's in
+turn. The backward pass asks for a tile's first half before its products, and has it after.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
@@ -46,6 +46,8 @@ from scratchlm.ops.kernels.turns import (
     taken_in_turn,
 )
 
+FORWARD_STAGES = 6  # of the ring: only h leaves through shared memory
+
 
 @gluon.jit
 def _sigmoid(x):
@@ -60,76 +62,87 @@ def _sigmoid(x):
     )
 
 
-# Backward: (∂y W2) through the gate
+# What forward keeps for backward: tiles of 128 × 64, each 8,192 numbers as the threads hold them
+
+_KEPT = gl.constexpr(128 * 64)
 
 
 @gluon.jit
-def _ask_for_half(left, right, given, gate, m, n, c, h: gl.constexpr, pred):
-    """Start the copies of 64 columns of a and b for consumer c's next tile."""
-    bar, row, column = given.index(2 * h + c), m * 128, n * 128 + 64 * h
-    mbarrier.expect(bar, 2 * 128 * 64 * 2, pred=pred)
-    tma.async_copy_global_to_shared(left, [row, column], bar, gate.index(2 * h), pred=pred)
-    tma.async_copy_global_to_shared(right, [row, column], bar, gate.index(2 * h + 1), pred=pred)
+def _kept_place(kept, m, n, across, KIND: gl.constexpr):
+    """Return the addresses of tile (m, n) of P (kind 0) or Q (1), 16 bytes a thread at a time."""
+    lines: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    tile = (m * across + n) * 2 + KIND
+    return kept + tile.to(gl.int64) * _KEPT + gl.arange(0, _KEPT, lines)
 
 
 @gluon.jit
-def _load_back(descs, rings, gate, bars, given, sizes, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    dy, w2, left, right, _, _ = descs
-    m, n = mine(0, sizes[0], sizes[1], GROUP)
-    for h in gl.static_range(2):
-        _ask_for_half(left, right, given, gate, m, n, 0, h, True)
-    load(dy, w2, rings, bars, sizes, STAGES, GROUP, False)
+def _write_kept(place, x):
+    """Write a tile; no number moves to another thread.
+
+    Row 64i + 16w + 8j + q and column 16g + 8h + 2p + e of it are in warp w, thread 4q + p.
+    """
+    lines: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    x = x.reshape(2, 4, 2, 8, 4, 2, 4, 2)  # i w j q g h p e
+    x = x.permute(0, 4, 1, 3, 6, 5, 2, 7).reshape(_KEPT)
+    gl.store(place, gl.convert_layout(x, lines, assert_trivial=True))
+
+
+@gluon.jit
+def _as_tile(x):
+    """Return what was read as a tile again."""
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    x = x.reshape(2, 4, 4, 8, 4, 2, 2, 2)  # i g w q p h j e
+    x = x.permute(0, 2, 6, 3, 1, 5, 4, 7).reshape(128, 64)
+    return gl.convert_layout(x, half, assert_trivial=True).to(gl.float32)
+
+
+# Backward: ∂y W2, times P and Q
 
 
 @gluon.jit
 def _consume_back(
     descs,
+    kept,
     rings,
-    gate,
+    out,
     bars,
-    given,
     sizes,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     C: gl.constexpr,
 ):
-    _, _, left, right, left_out, right_out = descs
-    tiles_down, tiles_across, depth = sizes
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    tiles = count(tiles_down, tiles_across)
-    for i in range(C, tiles, 2):
-        parts = halves(taken_in_turn(rings, bars, i, depth, STAGES, C, False))
+    _, _, left_out, right_out = descs
+    tiles_down, tiles_across, depth, across = sizes
+    for i in range(C, count(tiles_down, tiles_across), 2):
         m, n = mine(i, tiles_down, tiles_across, GROUP)
+        p = gl.load(_kept_place(kept, m, 2 * n, across, 0))  # on their way under the products
+        q = gl.load(_kept_place(kept, m, 2 * n, across, 1))
+        parts = halves(taken_in_turn(rings, bars, i, depth, STAGES, C, False))
+        second = gl.minimum(2 * n + 1, across - 1)  # past the last column nothing is written
         for h in gl.static_range(2):
-            mbarrier.wait(given.index(2 * h + C), i // 2 & 1)
-            a = gate.index(2 * h).load(half).to(gl.float32)
-            b = gate.index(2 * h + 1).load(half).to(gl.float32)
-            s = _sigmoid(a)
-            g = parts[h] * s
-            da = (g * b) * (1.0 + a * (1.0 - s))
-            db = g * a
-            gate.index(2 * h).store(da.to(gl.bfloat16))
-            gate.index(2 * h + 1).store(db.to(gl.bfloat16))
+            da = (parts[h] * _as_tile(p)).to(gl.bfloat16)
+            db = (parts[h] * _as_tile(q)).to(gl.bfloat16)
+            tma.store_wait(0)  # what left these buffers before
+            out.index(2 * C).store(da)
+            out.index(2 * C + 1).store(db)
             fence_async_shared()
+            if h == 0:
+                p = gl.load(_kept_place(kept, m, second, across, 0))
+                q = gl.load(_kept_place(kept, m, second, across, 1))
             row, column = m * 128, n * 128 + 64 * h
-            tma.async_copy_shared_to_global(left_out, [row, column], gate.index(2 * h))
-            tma.async_copy_shared_to_global(right_out, [row, column], gate.index(2 * h + 1))
-        more = i + 1 < tiles
-        m, n = mine(i + 1, tiles_down, tiles_across, GROUP)
-        tma.store_wait(2)  # the first half's buffers have been read out
-        _ask_for_half(left, right, given, gate, m, n, 1 - C, 0, more)
-        tma.store_wait(0)
-        _ask_for_half(left, right, given, gate, m, n, 1 - C, 1, more)
+            tma.async_copy_shared_to_global(left_out, [row, column], out.index(2 * C))
+            tma.async_copy_shared_to_global(right_out, [row, column], out.index(2 * C + 1))
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=[*SIZES, "across"])
 def _back(
     dy,
     w2,
-    left,
-    right,
     left_out,
     right_out,
+    kept,
+    across,
     tiles_down,
     tiles_across,
     depth,
@@ -139,18 +152,18 @@ def _back(
 ):
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], dy.layout)
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], w2.layout)
-    gate = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], left.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], left_out.layout)
     bars = (barriers(STAGES), barriers(STAGES), barriers(2))
-    given = barriers(4)
     fence_async_shared()
-    descs = (dy, w2, left, right, left_out, right_out)
+    descs = (dy, w2, left_out, right_out)
     sizes = (tiles_down, tiles_across, depth)
+    wide = (tiles_down, tiles_across, depth, across)
     rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
-            (_consume_back, (descs, rings, gate, bars, given, sizes, STAGES, GROUP, 0)),
-            (_consume_back, (descs, rings, gate, bars, given, sizes, STAGES, GROUP, 1)),
-            (_load_back, (descs, rings, gate, bars, given, sizes, STAGES, GROUP)),
+            (_consume_back, (descs, kept, rings, out, bars, wide, STAGES, GROUP, 0)),
+            (_consume_back, (descs, kept, rings, out, bars, wide, STAGES, GROUP, 1)),
+            (load, (dy, w2, rings, bars, sizes, STAGES, GROUP, False)),
         ],
         [4, 1],
         [REGISTERS, 504 - 2 * REGISTERS],
@@ -162,7 +175,7 @@ def _back(
 
 @gluon.jit
 def _load_forward(descs, rings, bars, sizes, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    x, w1, w3, _, _, _ = descs
+    x, w1, w3, _ = descs
     full, empty, _ = bars
     tiles_down, tiles_across, depth = sizes
     s = 0
@@ -185,27 +198,23 @@ def _load_forward(descs, rings, bars, sizes, STAGES: gl.constexpr, GROUP: gl.con
 
 @gluon.jit
 def _consume_forward(
-    descs, rings, out, bars, sizes, STAGES: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
+    descs, kept, rings, out, bars, sizes, STAGES: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):
-    _, _, _, left, right, hidden = descs
+    hidden = descs[3]
     tiles_down, tiles_across, depth = sizes
     for i in range(C, count(tiles_down, tiles_across), 2):
         a, b = halves(taken_in_turn(rings, bars, i, depth, STAGES, C, True))
         m, n = mine(i, tiles_down, tiles_across, GROUP)
-        a = a.to(gl.bfloat16)
-        b = b.to(gl.bfloat16)
+        s = _sigmoid(a)
+        q = a * s
+        h = (q * b).to(gl.bfloat16)
         tma.store_wait(0)  # of the tile before: long since read out
-        out.index(2 * C).store(a)
-        out.index(2 * C + 1).store(b)
+        out.index(C).store(h)
         fence_async_shared()
-        tma.async_copy_shared_to_global(left, [m * 128, n * 64], out.index(2 * C))
-        tma.async_copy_shared_to_global(right, [m * 128, n * 64], out.index(2 * C + 1))
-        a = a.to(gl.float32)
-        h = (a * _sigmoid(a) * b.to(gl.float32)).to(gl.bfloat16)
-        tma.store_wait(1)  # a's buffer has been read out
-        out.index(2 * C).store(h)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(hidden, [m * 128, n * 64], out.index(2 * C))
+        tma.async_copy_shared_to_global(hidden, [m * 128, n * 64], out.index(C))
+        _write_kept(_kept_place(kept, m, n, tiles_across, 1), q.to(gl.bfloat16))
+        p = b * (s + q * (1.0 - s))
+        _write_kept(_kept_place(kept, m, n, tiles_across, 0), p.to(gl.bfloat16))
     tma.store_wait(0)
 
 
@@ -214,9 +223,8 @@ def _forward(
     x,
     w1,
     w3,
-    left,
-    right,
     hidden,
+    kept,
     tiles_down,
     tiles_across,
     depth,
@@ -226,16 +234,16 @@ def _forward(
 ):
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], x.layout)
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], w1.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], left.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], hidden.layout)
     bars = (barriers(STAGES), barriers(STAGES), barriers(2))
     fence_async_shared()
-    descs = (x, w1, w3, left, right, hidden)
+    descs = (x, w1, w3, hidden)
     sizes = (tiles_down, tiles_across, depth)
     rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
-            (_consume_forward, (descs, rings, out, bars, sizes, STAGES, GROUP, 0)),
-            (_consume_forward, (descs, rings, out, bars, sizes, STAGES, GROUP, 1)),
+            (_consume_forward, (descs, kept, rings, out, bars, sizes, STAGES, GROUP, 0)),
+            (_consume_forward, (descs, kept, rings, out, bars, sizes, STAGES, GROUP, 1)),
             (_load_forward, (descs, rings, bars, sizes, STAGES, GROUP)),
         ],
         [4, 1],
@@ -247,34 +255,37 @@ def _forward(
 
 
 def gated_product(x: Tensor, w13: Tensor, programs: int = 0) -> tuple[Tensor, Tensor]:
-    """Return [a | b] = x [W1; W3]ᵀ and SiLU(a) ⊙ b, in bfloat16 as all is."""
+    """Return P and Q, as `gated_product_back` reads them, and h, in bfloat16 as all is."""
     (rows, d), d_ff = x.shape, len(w13) // 2
     x, w13 = x.contiguous(), w13.contiguous()
-    joined, hidden = x.new_empty(rows, 2 * d_ff), x.new_empty(rows, d_ff)
+    kept, hidden = x.new_empty(kept_size(rows, d_ff)), x.new_empty(rows, d_ff)
     tensors = [
         described(x, 128, 64),
         *(described(half, 64, 64) for half in w13.split(d_ff)),
-        *(described(half, 128, 64) for half in joined.split(d_ff, dim=1)),
         described(hidden, 128, 64),
     ]
     sizes = (rows // TILE, triton.cdiv(d_ff, 64), d // DEEP)
-    launch(_forward, tensors, sizes, programs)
-    return joined, hidden
+    launch(_forward, [*tensors, kept], sizes, programs, stages=FORWARD_STAGES)
+    return kept, hidden
 
 
-def gated_product_back(dy: Tensor, w2: Tensor, joined: Tensor, programs: int = 0) -> Tensor:
+def kept_size(rows: int, d_ff: int) -> int:
+    """Return how many numbers P and Q are: whole tiles."""
+    return 2 * rows * 64 * triton.cdiv(d_ff, 64)
+
+
+def gated_product_back(dy: Tensor, w2: Tensor, kept: Tensor, programs: int = 0) -> Tensor:
     """Return the gradient of [a | b], where that of W2 h is `dy`."""
     (rows, d), d_ff = dy.shape, w2.shape[1]
-    dy, w2, joined = dy.contiguous(), w2.contiguous(), joined.contiguous()
-    out = torch.empty_like(joined)
+    dy, w2 = dy.contiguous(), w2.contiguous()
+    out = dy.new_empty(rows, 2 * d_ff)
     tensors = [
         described(dy, 128, 64),
         described(w2, 64, 128),
-        *(described(half, 128, 64) for half in joined.split(d_ff, dim=1)),
         *(described(half, 128, 64) for half in out.split(d_ff, dim=1)),
     ]
     sizes = (rows // TILE, triton.cdiv(d_ff, TILE), d // DEEP)
-    launch(_back, tensors, sizes, programs)
+    launch(_back, [*tensors, kept, triton.cdiv(d_ff, 64)], sizes, programs)
     return out
 
 
@@ -285,26 +296,27 @@ def gated_product_back(dy: Tensor, w2: Tensor, joined: Tensor, programs: int = 0
 
 @torch.library.custom_op("scratchlm::swiglu", mutates_args=(), device_types="cuda")
 def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W2 h of rows x, and what is kept for the backward pass: [a | b] and h."""
-    joined, hidden = gated_product(x, w13)
-    return hidden @ w2.t(), joined, hidden
+    """Return W2 h of rows x, and what is kept for the backward pass: P and Q, and h."""
+    kept, hidden = gated_product(x, w13)
+    return hidden @ w2.t(), kept, hidden
 
 
 @torch.library.custom_op("scratchlm::gated_product_back", mutates_args=(), device_types="cuda")
-def through_gate(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
+def through_gate(dy: Tensor, w2: Tensor, kept: Tensor) -> Tensor:
     """Return the gradient of [a | b]."""
-    return gated_product_back(dy, w2, joined)
+    return gated_product_back(dy, w2, kept)
 
 
 @swiglu.register_fake
 def _(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    joined, hidden = x.new_empty(len(x), len(w13)), x.new_empty(len(x), len(w13) // 2)
-    return x.new_empty(len(x), len(w2)), joined, hidden
+    rows, d_ff = len(x), len(w13) // 2
+    kept, hidden = x.new_empty(kept_size(rows, d_ff)), x.new_empty(rows, d_ff)
+    return x.new_empty(rows, len(w2)), kept, hidden
 
 
 @through_gate.register_fake
-def _(dy: Tensor, w2: Tensor, joined: Tensor) -> Tensor:
-    return joined.new_empty(joined.shape)
+def _(dy: Tensor, w2: Tensor, kept: Tensor) -> Tensor:
+    return dy.new_empty(len(dy), 2 * w2.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -313,12 +325,12 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
 
 
 def _slopes(ctx: Any, slope: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    x, w13, w2, joined, hidden = ctx.saved_tensors
+    x, w13, w2, kept, hidden = ctx.saved_tensors
     for_x, for_13, for_2 = ctx.needs_input_grad
     of_x: Tensor | None = None
     of_13: Tensor | None = None
     if for_x or for_13:
-        of_joined = through_gate(slope, w2, joined)
+        of_joined = through_gate(slope, w2, kept)
         of_x = of_joined @ w13 if for_x else None
         of_13 = of_joined.t() @ x if for_13 else None
     return of_x, of_13, slope.t() @ hidden if for_2 else None

@@ -174,6 +174,7 @@ def launch(
     arguments: list[Any],
     sizes: tuple[int, int, int],
     programs: int,
+    stages: int = STAGES,
     **constants: Any,
 ) -> None:
     """Start as many programs as there are multiprocessors, or `programs`."""
@@ -182,7 +183,7 @@ def launch(
     kernel[(min(sizes[0] * sizes[1], programs),)](  # type: ignore[index]
         *arguments,
         *sizes,
-        STAGES=STAGES,
+        STAGES=stages,
         GROUP=GROUP,
         REGISTERS=REGISTERS,
         num_warps=4,
