@@ -22,8 +22,8 @@ KERNELS = [
     (swiglu._forward, [TALL, SMALL, SMALL, TALL, "*bf16"], {"STAGES": swiglu.FORWARD_STAGES}),
     (swiglu._back, [TALL, WIDE, TALL, TALL, "*bf16", "i32"], {}),
     (exp_product._exp_product, [TALL, TALL, TALL, *FLOATS], {"CAP": exp_product.CAP}),
-    (project_heads._project, [TALL, TALL, TALL, *FLOATS], {"INTERLEAVED": True}),
-    (project_heads._project, [TALL, TALL, TALL, *FLOATS], {"INTERLEAVED": False}),
+    (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": True}),
+    (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": False}),
 ]
 
 

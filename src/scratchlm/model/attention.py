@@ -113,7 +113,7 @@ class MultiHeadSelfAttention(nn.Module):
                 [m.weight for m in maps],
                 [m.bias for m in maps],
                 (self.num_heads, self.num_kv_heads),
-                (by.cos, by.sin, self.rope.layout),
+                (by.cos, by.sin, self.rope.layout, by.lines),
                 _gains(*norms),
             )
             if at_once is not None:

@@ -91,6 +91,7 @@ class Rotation(NamedTuple):
 
     cos: Float[Tensor, "*table seq half"]
     sin: Float[Tensor, "*table seq half"]
+    lines: Tensor | None = None  # both in the order a kernel reads them, where there is one
 
 
 class RotaryEmbedding(nn.Module):
@@ -147,8 +148,11 @@ class RotaryEmbedding(nn.Module):
     def at(self, places: Int[Tensor, "*batch seq"] | slice) -> Rotation:
         """Return the tables at these positions; a slice of consecutive ones gathers nothing."""
         if isinstance(places, slice):
-            return Rotation(self.cos[places], self.sin[places])
-        return self._look_up(places, over_heads=places.ndim > 1)
+            rotation = Rotation(self.cos[places], self.sin[places])
+        else:
+            rotation = self._look_up(places, over_heads=places.ndim > 1)
+        lines = self.ops.turn_lines(rotation.cos, rotation.sin, self.layout)
+        return rotation if lines is None else rotation._replace(lines=lines)
 
     def _look_up(self, places: Tensor, over_heads: bool) -> Rotation:
         check_range(places, self.max_seq_len, "position")

@@ -53,19 +53,25 @@ class Ops:
         total = x + delta
         return total, self.rms_norm(total, gain, eps)
 
+    def turn_lines(self, cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
+        """The rotation's tables in another order, once for all layers, if `turned_heads` uses it."""
+        ours = self.rope is fast.rope and self.linears is fast.linears
+        return fast.turn_lines(cos, sin, layout) if ours else None
+
     def turned_heads(
         self,
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         heads: tuple[int, int],
-        turn: tuple[Tensor, Tensor, str],
+        turn: fast.Turn,
         norm: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries, keys and values (batch, heads, seq, d) of x, normed and turned, by one kernel.
 
-        `turn` is (cos, sin, layout), `norm` the gains of queries and keys and ε. None where no
-        kernel can, or where one of the ops it stands for is somebody's own.
+        `turn` is (cos, sin, layout, what `turn_lines` made of them), `norm` the gains of queries
+        and keys and ε. None where no kernel can, or where one of the ops it stands for is
+        somebody's own.
         """
         if x.ndim != 3 or self.rope is not fast.rope or not fast.trains_by_kernel(x):
             return None

@@ -28,6 +28,8 @@ BLOCKS_FROM = 1 << 17  # elements of the matrix
 BLOCKS_UP_TO = 64  # rows of x
 AS_COLUMNS = range(2, 6)  # rows of x for which W xᵀ is faster than x Wᵀ
 
+Turn = tuple[Tensor, Tensor, str, Tensor | None]  # cos, sin, layout, both tables in lines
+
 
 def trains_by_kernel(x: Tensor) -> bool:
     """Whether the kernels with a backward pass of their own are for this input."""
@@ -312,31 +314,38 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
+def turn_lines(cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
+    """Return the tables as the product that turns on its way out reads them, where one does."""
+    if not (trains_by_kernel(cos) and hopper.takes_tables(cos)):
+        return None
+    from scratchlm.ops.kernels.project_heads import in_lines
+
+    return in_lines(cos, sin, layout == "interleaved")
+
+
 def projected_heads(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    heads: tuple[int, int],
-    turn: tuple[Tensor, Tensor, str],
+    x: Tensor, weights: Sequence[Tensor], heads: tuple[int, int], turn: Turn
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Project x and turn queries and keys on the way out, where a Hopper GPU trains."""
-    low, (cos, sin, layout) = _low(x), turn
-    if not hopper.takes_heads(x, len(weights[0]) // heads[0], low):
+    low, (cos, sin, layout, lines) = _low(x), turn
+    if lines is None or not hopper.takes_heads(x, low):
         return None
     from scratchlm.ops.kernels.project_heads import projected
 
-    return projected(x.to(low), in_one(weights, low), cos, sin, heads, layout == "interleaved")
+    tables = (cos, sin, lines)
+    return projected(x.to(low), in_one(weights, low), tables, heads, layout == "interleaved")
 
 
 def turned_heads(
     joined: Tensor,
     heads: tuple[int, int],
-    turn: tuple[Tensor, Tensor, str],
+    turn: Turn,
     norm: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut [Q; K; V] (batch, seq, all heads · d) into heads; norm and turn queries and keys."""
     from scratchlm.ops.kernels.heads import cut_and_turn
 
-    cos, sin, layout = turn
+    cos, sin, layout, _ = turn
     return cut_and_turn(joined, cos, sin, norm, heads, layout == "interleaved")
 
 

@@ -42,11 +42,16 @@ def takes_gate(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:
     return whole and dtype == torch.bfloat16 and x.is_cuda and is_hopper(x.device.index)
 
 
-def takes_heads(x: Tensor, d_head: int, dtype: torch.dtype) -> bool:
-    """Whether the product that turns queries and keys is for this input, multiplied in `dtype`."""
+def takes_tables(cos: Tensor) -> bool:
+    """Whether the product that turns queries and keys can read these tables (…, places, pairs)."""
+    whole = cos.shape[-1] == 32 and cos.shape[:-1].numel() % 128 == 0 and cos.numel() > 0
+    return whole and cos.is_cuda and is_hopper(cos.device.index)
+
+
+def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether that product is for this input, multiplied in `dtype`; `takes_tables` for its GPU."""
     rows, d = x.shape[:-1].numel(), x.shape[-1]
-    whole = rows % 128 == 0 and d % 64 == 0 and d_head == 64 and rows > 0
-    return whole and dtype == torch.bfloat16 and x.is_cuda and is_hopper(x.device.index)
+    return rows % 128 == 0 and d % 64 == 0 and dtype == torch.bfloat16
 
 
 def takes_head(rows: Tensor, head: Tensor) -> bool:

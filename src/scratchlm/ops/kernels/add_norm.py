@@ -60,21 +60,33 @@ def _norm_and_add_back(  # type: ignore[no-untyped-def]
     g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     part = tl.zeros((BLOCK,), tl.float32)
     first = tl.program_id(0).to(tl.int64)  # and so a row: rows times width may pass 2³¹
-    for row in range(first, rows, tl.num_programs(0).to(tl.int64)):
-        place = row * WIDTH + column
-        value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
-        of_n = tl.load(dn + place, mask=inside, other=0.0).to(tl.float32)
-        of_x = tl.zeros((BLOCK,), tl.float32)
+    step = tl.num_programs(0).to(tl.int64)
+    place, there = first * WIDTH + column, inside & (first < rows)
+    value = tl.load(y + place, mask=there, other=0.0)
+    of_n = tl.load(dn + place, mask=there, other=0.0)
+    of_y = tl.zeros((BLOCK,), tl.float32)
+    if ADD:
+        of_y = tl.load(dy + place, mask=there, other=0.0)
+    for row in range(first, rows, step):
+        # The next row is asked for before this one is waited for.
+        next_place = (row + step) * WIDTH + column
+        more = inside & (row + step < rows)
+        next_value = tl.load(y + next_place, mask=more, other=0.0)
+        next_of_n = tl.load(dn + next_place, mask=more, other=0.0)
+        next_of_y = of_y
         if ADD:
-            of_x = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-        square = tl.sum(value * value, axis=0) / WIDTH
-        along = tl.sum(of_n * g * value, axis=0) / WIDTH
+            next_of_y = tl.load(dy + next_place, mask=more, other=0.0)
+        wide, slope = value.to(tl.float32), of_n.to(tl.float32)
+        square = tl.sum(wide * wide, axis=0) / WIDTH
+        along = tl.sum(slope * g * wide, axis=0) / WIDTH
         inverse = 1 / tl.sqrt(square + eps)
-        part += of_n * value * inverse
-        of_x += (of_n * g - value * (along * inverse * inverse)) * inverse
+        part += slope * wide * inverse
+        of_x = (slope * g - wide * (along * inverse * inverse)) * inverse + of_y.to(tl.float32)
+        place = row * WIDTH + column
         tl.store(dx + place, of_x.to(dx.dtype.element_ty), mask=inside)
         if LOW:
             tl.store(low + place, of_x.to(low.dtype.element_ty), mask=inside)
+        value, of_n, of_y = next_value, next_of_n, next_of_y
     tl.store(gain_parts + tl.program_id(0) * WIDTH + column, part, mask=inside)
 
 

@@ -51,27 +51,27 @@ def _pairs(x, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def _joined(a, b, INTERLEAVED: gl.constexpr):
-    """Put the channels back; no number moves to another thread."""
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    x = gl.join(a, b)
+def _turn(x, c, s, INTERLEAVED: gl.constexpr):
+    """Turn a head of 128 tokens; no number moves to another thread."""
+    a, b = _pairs(x, INTERLEAVED)
+    c = gl.convert_layout(c, a.type.layout, assert_trivial=True)
+    s = gl.convert_layout(s, a.type.layout, assert_trivial=True)
+    y = gl.join(a * c - b * s, a * s + b * c)
     if not INTERLEAVED:
-        x = x.permute(0, 2, 1)
-    return gl.convert_layout(x.reshape(128, 64), half, assert_trivial=True)
+        y = y.permute(0, 2, 1)
+    return gl.convert_layout(y.reshape(128, 64), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def _places(m, places, INTERLEAVED: gl.constexpr):
-    """Return where in the tables the angle of each token and pair stands."""
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    row = (m * 128 + gl.arange(0, 128, gl.SliceLayout(1, half))) % places
-    channel = gl.arange(0, 64, gl.SliceLayout(0, half))
+def _angles(lines, block, INTERLEAVED: gl.constexpr):
+    """Read a table's 128 × 32 numbers for a tile's tokens, which lie as the threads hold them."""
+    by_thread: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    x = gl.load(lines + block * 4096 + gl.arange(0, 4096, by_thread))
     if INTERLEAVED:
-        pair = channel // 2
+        x = x.reshape(2, 4, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4)  # i g w q p h j
     else:
-        pair = channel % 32
-    first, _ = _pairs(gl.expand_dims(row, 1) * 32 + gl.expand_dims(pair, 0), INTERLEAVED)
-    return first
+        x = x.reshape(2, 4, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)  # i g w q p j e
+    return x.reshape(128, 32)
 
 
 @gluon.jit
@@ -87,20 +87,18 @@ def _consume(
     INTERLEAVED: gl.constexpr,
     C: gl.constexpr,
 ):
-    cos, sin, places, turned = tables
+    lines, blocks, turned = tables
     tiles_down, tiles_across, depth = sizes
     for i in range(C, count(tiles_down, tiles_across), 2):
         m, n = mine(i, tiles_down, tiles_across, GROUP)
-        at = _places(m, places, INTERLEAVED)
-        c = gl.load(cos + at)  # on their way under the products
-        s = gl.load(sin + at)
+        c = _angles(lines, m % blocks, INTERLEAVED)  # on their way under the products
+        s = _angles(lines, blocks + m % blocks, INTERLEAVED)
         parts = halves(taken_in_turn(rings, bars, i, depth, STAGES, C, True))
         tma.store_wait(0)  # of the tile before: long since read out
         for h in gl.static_range(2):
             part = parts[h]
             if n * 128 + 64 * h < turned:
-                a, b = _pairs(part, INTERLEAVED)
-                part = _joined(a * c - b * s, a * s + b * c, INTERLEAVED)
+                part = _turn(part, c, s, INTERLEAVED)
             out.index(2 * C + h).store(part.to(gl.bfloat16))
         fence_async_shared()
         for h in gl.static_range(2):
@@ -109,14 +107,13 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "places", "turned"])
+@gluon.jit(do_not_specialize=[*SIZES, "blocks", "turned"])
 def _project(
     x,
     w,
     y,
-    cos,
-    sin,
-    places,
+    lines,
+    blocks,
     turned,
     tiles_down,
     tiles_across,
@@ -131,7 +128,7 @@ def _project(
     out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], y.layout)
     bars = (barriers(STAGES), barriers(STAGES), barriers(2))
     fence_async_shared()
-    tables = (cos, sin, places, turned)
+    tables = (lines, blocks, turned)
     sizes = (tiles_down, tiles_across, depth)
     rings = (a_ring, b_ring)
     gl.warp_specialize(
@@ -145,27 +142,35 @@ def _project(
     )
 
 
+# Calls
+
+
+def in_lines(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Lay both tables (…, places, 32) out as the threads hold them, 128 places at a time.
+
+    Place 64i + 16w + 8j + q and pair 8g + 4h + p (where pairs are halves apart, 8g + 2p + e) are
+    with warp w, thread 4q + p, 16 bytes of each thread's in turn.
+    """
+    both = torch.stack((cos, sin))
+    if interleaved:  # i w j q g h p
+        return both.reshape(2, -1, 4, 2, 8, 4, 2, 4).permute(0, 1, 5, 2, 4, 7, 6, 3).contiguous()
+    return both.reshape(2, -1, 4, 2, 8, 4, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
+
+
 def turned_product(
-    x: Tensor,
-    w: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    turned: int,
-    interleaved: bool,
-    programs: int = 0,
+    x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool, programs: int = 0
 ) -> Tensor:
     """Return x Wᵀ (tokens, all heads · 64), the first `turned` columns of it turned.
 
-    The tables (places, 32) serve tokens in turn: they are as long as a sequence, or as all.
+    The tables in `lines` serve tokens in turn: they are as long as a sequence, or as all.
     """
     (rows, d), columns = x.shape, len(w)
     x, w = x.contiguous(), w.contiguous()
-    cos, sin = cos.reshape(-1, WIDTH // 2).contiguous(), sin.reshape(-1, WIDTH // 2).contiguous()
     y = x.new_empty(rows, columns)
     tensors = [described(x, TILE, DEEP), described(w, TILE, DEEP), described(y, TILE, 64)]
-    given = [*tensors, cos, sin, len(cos), turned]
+    blocks = lines.numel() // (2 * TILE * WIDTH // 2)
     sizes = (rows // TILE, triton.cdiv(columns, TILE), d // DEEP)
-    launch(_project, given, sizes, programs, INTERLEAVED=interleaved)
+    launch(_project, [*tensors, lines, blocks, turned], sizes, programs, INTERLEAVED=interleaved)
     return y
 
 
@@ -174,15 +179,13 @@ def turned_product(
 
 @torch.library.custom_op("scratchlm::turned_product", mutates_args=(), device_types="cuda")
 def _turned_product(
-    x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, turned: int, interleaved: bool
+    x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool
 ) -> Tensor:
-    return turned_product(x, w, cos, sin, turned, interleaved)
+    return turned_product(x, w, lines, turned, interleaved)
 
 
 @_turned_product.register_fake
-def _(
-    x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, turned: int, interleaved: bool
-) -> Tensor:
+def _(x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
@@ -196,18 +199,16 @@ class _Projected(torch.autograd.Function):
         w: Tensor,
         cos: Tensor,
         sin: Tensor,
+        lines: Tensor,
         heads: int,
         kv_heads: int,
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, seq, d = x.shape
         turned = (heads + kv_heads) * WIDTH
-        joined = _turned_product(x.reshape(-1, d), w, cos, sin, turned, interleaved)
-        q, k, v = (
-            joined.view(batch, seq, -1, WIDTH)
-            .transpose(1, 2)
-            .split((heads, kv_heads, kv_heads), dim=1)
-        )
+        joined = _turned_product(x.reshape(-1, d), w, lines, turned, interleaved)
+        by_head = joined.view(batch, seq, -1, WIDTH).transpose(1, 2)
+        q, k, v = by_head.split((heads, kv_heads, kv_heads), dim=1)
         ctx.save_for_backward(x, w, cos, sin)
         ctx.interleaved = interleaved
         return q, k, v
@@ -215,17 +216,22 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         x, w, cos, sin = ctx.saved_tensors
-        of_joined, _ = turn_heads_back(
-            dq, dk, dv, None, cos, sin, None, None, 0.0, ctx.interleaved
-        )
-        of_joined = of_joined.view(-1, len(w))
-        of_x = (of_joined @ w).view(x.shape)
-        return of_x, of_joined.t() @ x.reshape(-1, x.shape[-1]), *[None] * 5
+        how = (cos, sin, None, None, 0.0, ctx.interleaved)
+        of_joined = turn_heads_back(dq, dk, dv, None, *how)[0].view(-1, len(w))
+        of_w = of_joined.t() @ x.reshape(-1, x.shape[-1])
+        return (of_joined @ w).view(x.shape), of_w, *[None] * 6
 
 
 def projected(
-    x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool
+    x: Tensor,
+    w: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    heads: tuple[int, int],
+    interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values (batch, heads, seq, 64), all in bfloat16."""
-    q, k, v = _Projected.apply(x, w, cos, sin, *heads, interleaved)
+    """Return queries, keys and values (batch, heads, seq, 64); `tables`: cos, sin, both in lines.
+
+    x and w are in bfloat16.
+    """
+    q, k, v = _Projected.apply(x, w, *tables, *heads, interleaved)
     return q, k, v

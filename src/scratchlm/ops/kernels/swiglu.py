@@ -5,8 +5,9 @@
     backward   ∂h = ∂y W2,    ∂a = ∂h ⊙ P,    ∂b = ∂h ⊙ Q
 
 As kernels of their own, the gate and its backward read and write what the product before them has
-just written: 3 and 5 passes over (tokens, d_ff). Here h leaves with P and Q, a and b stay where they
-were summed, and ∂h never lies in memory. How the products run, and what waits for what: `turns.py`.
+just written: 3 and 5 passes over (tokens, d_ff). Here h leaves with P and Q, a and b stay where
+they were summed, and ∂h never lies in memory. How the products run, and what waits for what:
+`turns.py`.
 
 The products take all that shared memory can carry. So P and Q, which nobody else reads, do not pass
 through it: they lie in memory as the threads hold them, tile by tile, 16 bytes of each thread's in
