@@ -19,7 +19,7 @@ import torch
 
 from scratchlm.accounting import Execution, Setup, memory
 from scratchlm.accounting.memory import kv_cache_bytes, memory_bindings
-from scratchlm.accounting.verify import measure_peak
+from scratchlm.accounting.verify import measure_peak, on_this_gpu
 from scratchlm.config import MLP, Attention, ModelConfig, MoE, preset
 from scratchlm.model import KVCache
 
@@ -78,7 +78,7 @@ CONFIGURATIONS: dict[str, tuple[ModelConfig, Setup]] = {
 def measure(name: str) -> dict[str, float]:
     config, setup = CONFIGURATIONS[name]
     setup = replace(setup, phase="training")
-    predicted = memory(config, setup)
+    predicted = memory(config, on_this_gpu(config, setup))
     return {
         "predicted": predicted.training.value,
         "measured": measure_peak(config, setup),

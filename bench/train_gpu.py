@@ -231,6 +231,7 @@ def write_profile(step: Step, path: str) -> str:
 # A kernel is of the first kind that has a part of its name.
 KINDS = {
     "products with the gate inside": ("_forward", "_back"),
+    "products with the rotation inside": ("_project",),
     "the head and its exponentials": ("_exp_product",),
     "attention": ("fmha", "flash", "sdpa", "cudnn"),
     "products": ("gemm", "nvjet", "cutlass", "cublas"),
@@ -241,7 +242,8 @@ KINDS = {
     "AdamW": ("_adamw", "multi_tensor"),
     "loss": ("_loss_and_gradient", "_target_logits", "_finish_rows", "_scale_rows"),
 }
-WHOLE_NAMES = ("_forward", "_back", "_gate_rows", "_gate_rows_back")  # parts of others' names too
+# Names that are parts of others' names too.
+WHOLE_NAMES = ("_forward", "_back", "_project", "_gate_rows", "_gate_rows_back")
 
 
 def kind_of(kernel: str) -> str:

@@ -130,6 +130,32 @@ class OpsOnAGpu(Ops):
         return AddNorm.apply(x, delta, gain, low)
 
 
+class Projected(torch.autograd.Function):
+    """Queries, keys and values as views of one product, the first two turned on its way out."""
+
+    @staticmethod
+    def forward(ctx, x, w, cos, sin, heads, kv_heads):
+        ctx.save_for_backward(x, w, cos, sin)
+        width = len(w) // (heads + 2 * kv_heads)
+        by_head = F.linear(x, w).unflatten(-1, (-1, width)).transpose(1, 2)
+        return by_head.split((heads, kv_heads, kv_heads), dim=1)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        x, w, _, _ = ctx.saved_tensors
+        joined = x.new_zeros(*x.shape[:-1], len(w))
+        return joined @ w, torch.zeros_like(w), None, None, None, None
+
+
+class OpsOnAHopperGpu(OpsOnAGpu):
+    def turned_heads(self, x, weights, biases, heads, turn, norm):
+        if norm is not None or biases[0] is not None:
+            return super().turned_heads(x, weights, biases, heads, turn, norm)
+        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        w = torch.cat([weight.to(low) for weight in weights])
+        return Projected.apply(x.to(low), w, *turn[:2], *heads)
+
+
 def attention(q, k, v, mask=None):
     return FusedAttention.apply(q, k, v)
 
@@ -194,4 +220,5 @@ def ops_on_a_gpu(execution):
         changed["attention"] = OPS["reference"].attention
     if execution.loss == "unfused":
         changed["linear_cross_entropy"] = all_logits_at_once
-    return OpsOnAGpu(**vars(OPS["fast"]) | changed)
+    kind = OpsOnAHopperGpu if execution.turned else OpsOnAGpu
+    return kind(**vars(OPS["fast"]) | changed)

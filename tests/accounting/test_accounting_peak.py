@@ -83,6 +83,11 @@ CASES = {
     "unfused attention": ({}, {"batch": 4, "execution": Execution(attention="unfused")}),
     "unfused loss": ({}, {"execution": Execution(loss="unfused")}),
     "many words": ({"vocab_size": 4096}, {}),
+    "turned in the product": ({}, {"execution": Execution(turned=True)}),
+    "turned in the product, block": (
+        {},
+        {"execution": Execution(checkpointing="block", turned=True)},
+    ),
     "norms on queries": ({"attention": Attention(qk_norm=True), "num_kv_heads": 1}, {}),
 }
 

@@ -13,6 +13,7 @@ from scratchlm.accounting.memory import kv_cache_bytes
 from scratchlm.accounting.verify import (
     Check,
     measure_machine,
+    on_this_gpu,
     verify,
     verify_flops,
     verify_parameters,
@@ -208,14 +209,15 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["fused", "unfused"])
+@pytest.mark.parametrize("attention", ["fused", "unfused", "fused, turned", "unfused, turned"])
 @pytest.mark.parametrize("loss", ["fused", "unfused"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_activations_are_what_autograd_saves(variant, precision, loss, attention):
     sizes = {"d_ff": 176, **VARIANTS[variant]}
     config = ModelConfig(1000, 128, 64, 2, 4, **sizes)
-    execution = Execution(attention, loss)
+    attention, _, turned = attention.partition(", ")
+    execution = Execution(attention, loss, turned=bool(turned))
     setup = Setup(batch=2, context=128, precision=precision, execution=execution)
     dtype = torch.bfloat16 if precision == "bf16" else None
     model = TransformerLM(config, ops=ops_on_a_gpu(execution), dtype=dtype)
@@ -224,3 +226,29 @@ def test_activations_are_what_autograd_saves(variant, precision, loss, attention
     # not modelled: a few scalars, a norm's weight widened to float32, ids of learned positions
     assert abs(predicted - measured) < 4096
     assert predicted == pytest.approx(measured, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "work", "turned"),
+    [
+        ({}, {}, True),
+        ({"num_kv_heads": 1}, {"precision": "bf16"}, True),
+        ({}, {"precision": "fp32"}, False),
+        ({}, {"context": 96}, False),
+        ({"d_head": 32}, {}, False),
+        ({"d_model": 160}, {}, False),
+        ({"attention": Attention(qk_norm=True)}, {}, False),
+        ({"attention": Attention(bias="qkv")}, {}, False),
+        ({"positions": Learned()}, {}, False),
+    ],
+)
+def test_a_hopper_gpu_turns_inside_the_product_where_its_kernel_does(
+    monkeypatch, sizes, work, turned
+):
+    config = ModelConfig(
+        1000, 128, **{"d_model": 128, "d_head": 64} | sizes, num_layers=1, num_heads=2, d_ff=176
+    )
+    setup = Setup(**{"batch": 2, "context": 128} | work)
+    for has in (True, False):
+        monkeypatch.setattr("scratchlm.accounting.verify._has_hopper", lambda has=has: has)
+        assert on_this_gpu(config, setup).execution.turned == (turned and has)

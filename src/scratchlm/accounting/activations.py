@@ -96,7 +96,8 @@ def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> l
 
 def one_layer(config: ModelConfig, execution: Execution) -> Node:
     """Return what one layer keeps when nothing is dropped: what a recomputed layer holds."""
-    whole = kept_layers(config, Execution(execution.attention))[0]
+    kept = Execution(execution.attention, turned=execution.turned)
+    whole = kept_layers(config, kept)[0]
     return group("one layer, recomputed", whole.parts, UNIT)
 
 
@@ -133,7 +134,7 @@ def _norm(name: str, config: ModelConfig) -> list[Node]:
 
 def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
     fused = execution.attention == "fused"
-    parts = [leaf("Q, K, V input", b_a * TOKENS * d), *_projected(config, fused)]
+    parts = [leaf("Q, K, V input", b_a * TOKENS * d), *_projected(config, execution)]
     if fused:
         parts += [
             leaf("Q, K, V", b_a * TOKENS * (H + 2 * H_kv) * d_h),
@@ -156,15 +157,18 @@ def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
     ]
 
 
-def _projected(config: ModelConfig, fused: bool) -> list[Node]:
+def _projected(config: ModelConfig, execution: Execution) -> list[Node]:
     """Return what is kept of Q, K and V as projected: one product, kept whole or not at all.
 
     Fused attention keeps V, a view of it, and so keeps it beside the Q and K that RoPE and norms
-    make of it; unfused attention copies V. A norm keeps its input: with RoPE, in one kernel, the
+    make of it, unless they were turned before the product was written; unfused attention copies V.
+    A norm keeps its input: with RoPE, in one kernel, the
     view; by itself, the view in float32 and a float32 copy of it in 16 bits.
     """
     rotary, normed = isinstance(config.positions, Rotary), config.attention.qk_norm
-    heads = H + H_kv
+    fused, heads = execution.attention == "fused", H + H_kv
+    if fused and rotary and execution.turned and not normed:
+        return []
     if rotary and (fused or normed):
         held = heads if fused else H + 2 * H_kv  # fused: V's part is counted with Q, K, V
         return [leaf("Q, K as projected", b_a * TOKENS * held * d_h, note="one piece with V")]

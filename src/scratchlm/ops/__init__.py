@@ -54,7 +54,7 @@ class Ops:
         return total, self.rms_norm(total, gain, eps)
 
     def turn_lines(self, cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
-        """The rotation's tables in another order, once for all layers, if `turned_heads` uses it."""
+        """The rotation's tables as `turned_heads` reads them, once for all layers, where it does."""
         ours = self.rope is fast.rope and self.linears is fast.linears
         return fast.turn_lines(cos, sin, layout) if ours else None
 

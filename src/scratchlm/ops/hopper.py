@@ -2,9 +2,10 @@
 
 Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
 gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
-exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does wherever there is nothing to do at the end of a tile. Its clusters
-decode (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is
-experimental: for the versions of Triton they were tried with.
+exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does
+wherever there is nothing to do at the end of a tile. Its clusters decode
+(`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is experimental: for
+the versions of Triton they were tried with.
 """
 
 from __future__ import annotations

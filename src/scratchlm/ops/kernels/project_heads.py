@@ -178,9 +178,7 @@ def turned_product(
 
 
 @torch.library.custom_op("scratchlm::turned_product", mutates_args=(), device_types="cuda")
-def _turned_product(
-    x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool
-) -> Tensor:
+def _turned_product(x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool) -> Tensor:
     return turned_product(x, w, lines, turned, interleaved)
 
 
