@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ops.gpu import on_hopper, relative_error
 from scratchlm.config import ModelConfig
@@ -96,6 +97,18 @@ def test_values_and_gradients_are_the_references(layout, own_places, compiled):
     ):
         assert relative_error(ours, right) < 1e-5
     assert CALLS == ["product"]
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_the_gradient_asked_for_is_computed(wanted):
+    cos, sin = angles(128, 32)
+    leaves = [torch.randn(1, 128, 24), torch.randn(3 * 64, 24)]
+    leaves[wanted].requires_grad_()
+    tables = (cos, sin, project_heads.in_lines(cos, sin, True))
+    q, k, v = project_heads.projected(*leaves, tables, (1, 1), True)
+    with FlopCounterMode(display=False) as counted:
+        (q + k + v).sum().backward()
+    assert counted.get_total_flops() == 2 * 128 * (3 * 64) * 24  # of one product
 
 
 @pytest.fixture

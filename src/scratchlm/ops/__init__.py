@@ -54,7 +54,7 @@ class Ops:
         return total, self.rms_norm(total, gain, eps)
 
     def turn_lines(self, cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
-        """The rotation's tables as `turned_heads` reads them, once for all layers, where it does."""
+        """The tables as `turned_heads` reads them, where it does: once for all layers."""
         ours = self.rope is fast.rope and self.linears is fast.linears
         return fast.turn_lines(cos, sin, layout) if ours else None
 

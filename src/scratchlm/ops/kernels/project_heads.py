@@ -216,8 +216,10 @@ class _Projected(torch.autograd.Function):
         x, w, cos, sin = ctx.saved_tensors
         how = (cos, sin, None, None, 0.0, ctx.interleaved)
         of_joined = turn_heads_back(dq, dk, dv, None, *how)[0].view(-1, len(w))
-        of_w = of_joined.t() @ x.reshape(-1, x.shape[-1])
-        return (of_joined @ w).view(x.shape), of_w, *[None] * 6
+        for_x, for_w, *_ = ctx.needs_input_grad
+        of_x = (of_joined @ w).view(x.shape) if for_x else None
+        of_w = of_joined.t() @ x.reshape(-1, x.shape[-1]) if for_w else None
+        return of_x, of_w, *[None] * 6
 
 
 def projected(
