@@ -162,8 +162,8 @@ def _projected(config: ModelConfig, execution: Execution) -> list[Node]:
 
     Fused attention keeps V, a view of it, and so keeps it beside the Q and K that RoPE and norms
     make of it, unless they were turned before the product was written; unfused attention copies V.
-    A norm keeps its input: with RoPE, in one kernel, the
-    view; by itself, the view in float32 and a float32 copy of it in 16 bits.
+    A norm keeps its input: with RoPE, in one kernel, the view; by itself, the view in float32 and a
+    float32 copy of it in 16 bits.
     """
     rotary, normed = isinstance(config.positions, Rotary), config.attention.qk_norm
     fused, heads = execution.attention == "fused", H + H_kv

@@ -1,7 +1,6 @@
 """SwiGLU's gate inside the two products beside it, for Hopper's tensor cores.
 
-    forward    a = x W1ᵀ,  b = x W3ᵀ,  σ = σ(a),   h = Q ⊙ b
-               Q = aσ,  P = b ⊙ (σ + Q(1 − σ)):    what h's gradient is multiplied with
+    forward    a = x W1ᵀ,  b = x W3ᵀ,  s = σ(a),    Q = as,  h = Qb,  P = b(s + Q(1 − s))
     backward   ∂h = ∂y W2,    ∂a = ∂h ⊙ P,    ∂b = ∂h ⊙ Q
 
 As kernels of their own, the gate and its backward read and write what the product before them has
