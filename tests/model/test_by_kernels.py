@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, build, ids
 
 OPERATIONS = {
     heads._turn_heads: heads.heads_forward,
-    heads._turn_heads_back: heads.heads_backward,
+    heads.turn_heads_back: heads.heads_backward,
     add_norm.add_norm: add_norm.add_norm_forward,
     add_norm._add_norm_backward: add_norm.add_norm_backward,
     gate.gate: gate.gate_forward,
