@@ -186,6 +186,7 @@ def test_a_compiler_asks_what_the_gpu_is_and_goes_on(taken, monkeypatch, policy,
     torch._dynamo.reset()  # it would not ask again
     asked = []
     monkeypatch.setattr(hopper, "_KNOWN", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (asked.append(device), version)[1]
     )

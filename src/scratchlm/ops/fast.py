@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from scratchlm.ops import hopper, loss
 from scratchlm.ops import swiglu as products_with_gate
-from scratchlm.ops.kernels import has_triton
+from scratchlm.ops.kernels import launches_for
 from scratchlm.ops.ranges import can_look, counted_targets
 
 # On a CPU, a product of few rows with a matrix this large is bound by reading the matrix, and
@@ -33,7 +33,7 @@ Turn = tuple[Tensor, Tensor, str, Tensor | None]  # cos, sin, layout, both table
 
 def trains_by_kernel(x: Tensor) -> bool:
     """Whether the kernels with a backward pass of their own are for this input."""
-    return x.is_cuda and torch.is_grad_enabled() and x.dtype != torch.float64 and has_triton()
+    return torch.is_grad_enabled() and x.dtype != torch.float64 and launches_for(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scratchlm.ops import fast
-from scratchlm.ops.kernels import has_triton
+from scratchlm.ops.kernels import launches_for
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _WHOLE = 16  # what every side of an 8-bit product must be a multiple of
@@ -27,7 +27,7 @@ _WHOLE = 16  # what every side of an 8-bit product must be a multiple of
 
 def runs_by_kernel(x: Tensor) -> bool:
     """Whether our kernels are for this matrix."""
-    return x.is_cuda and has_triton()
+    return launches_for(x)
 
 
 def quantize(

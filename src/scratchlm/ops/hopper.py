@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
+from scratchlm.ops.kernels import is_current
+
 VERSIONS = ("3.6", "3.7")
 # A result smaller than this leaves some of 132 multiprocessors without a tile of 128 × 128.
 LEAST = 132 * 128 * 128
@@ -32,8 +34,8 @@ _KNOWN = _is_known()
 
 @torch.compiler.assume_constant_result  # a compiler asks once, and does not look inside
 def is_hopper(device: int) -> bool:
-    """Whether this GPU is one, and Triton a known one."""
-    return _KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether this GPU is one, kernels are launched on it, and Triton is a known one."""
+    return _KNOWN and is_current(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def takes_gate(x: Tensor, w2: Tensor, dtype: torch.dtype) -> bool:

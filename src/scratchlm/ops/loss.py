@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scratchlm.ops import hopper
-from scratchlm.ops.kernels import has_triton
+from scratchlm.ops.kernels import launches_for
 from scratchlm.ops.ranges import can_look, counted_targets
 
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
@@ -225,7 +225,7 @@ def _loss_and_gradient(
     logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
 ) -> _Slopes:
     """Return every row's loss and the gradient of the logits, which may lie where they lay."""
-    if logits.is_cuda and has_triton():
+    if launches_for(logits):
         from scratchlm.ops.kernels.cross_entropy import TYPES, loss_and_gradient_
 
         if logits.dtype in TYPES:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scratchlm.ops.kernels import has_triton
+from scratchlm.ops.kernels import launches_for
 
 CLIP_EPS = 1e-6
 # Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.
@@ -228,9 +228,7 @@ def make_optimizers(
 
 def _fast_adamw(parameters: Iterable[Tensor]) -> Callable[..., Optimizer]:
     """Return the kernel's, where it can move all of them; torch's elsewhere."""
-    if has_triton() and all(
-        p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters
-    ):
+    if all(launches_for(p) and p.dtype == torch.float32 and p.is_contiguous() for p in parameters):
         from scratchlm.training.kernel_adamw import KernelAdamW
 
         return KernelAdamW
