@@ -1,4 +1,4 @@
-"""What tests of GPU kernels share: who can run them, how far off they are, what they compile to."""
+"""What tests of GPU kernels share: who can run them, and beside what; what they compile to."""
 
 import os
 import subprocess
@@ -20,6 +20,22 @@ on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a
 
 def relative_error(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def loss_and_gradients(model, ids, **more):
+    """Return the loss of one step under autocast, and every parameter's gradient."""
+    model.zero_grad()
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        value = model.loss(ids, ids, **more)
+    value.backward()
+    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def heard(monkeypatch, module, name):
+    """Return the list of calls of a module's function from now on."""
+    calls, run = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: (calls.append(name), run(*given))[1])
+    return calls
 
 
 def compiled_lines(program, *arguments):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops.gpu import on_hopper, relative_error
+from ops.gpu import heard, loss_and_gradients, on_hopper, relative_error
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.ops import hopper
@@ -83,23 +83,11 @@ def test_a_model_learns_by_it_as_it_does_without(monkeypatch, scale):
     model = TransformerLM(ModelConfig(1001, 256, 128, 2, 2, 200)).cuda()
     model.ln_final.weight.data.mul_(scale)
     ids = torch.randint(1001, (4, 256), device="cuda")
-    called = []
-    run = exp_product.exp_product
-    monkeypatch.setattr(
-        exp_product, "exp_product", lambda *given: (called.append(1), run(*given))[1]
-    )
-
-    def slopes():
-        model.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            value = model.loss(ids, ids)
-        value.backward()
-        return [value.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    ours = slopes()
+    called = heard(monkeypatch, exp_product, "exp_product")
+    ours = loss_and_gradients(model, ids)
     assert called
     called.clear()
     monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
-    for got, expected in zip(ours, slopes(), strict=True):
+    for got, expected in zip(ours, loss_and_gradients(model, ids), strict=True):
         assert relative_error(got, expected) < 3e-2
     assert not called

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops.gpu import compiled_lines, on_hopper, relative_error
+from ops.gpu import compiled_lines, heard, loss_and_gradients, on_hopper, relative_error
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import SwiGLU
@@ -261,21 +261,9 @@ def test_a_model_trains_by_them_as_it_does_without(monkeypatch, compiled):
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
     ids = torch.randint(128, (2, 128), device="cuda")
-    called = []
-    run = products_with_gate.swiglu
-    monkeypatch.setattr(
-        products_with_gate, "swiglu", lambda *given: (called.append(1), run(*given))[1]
-    )
-
-    def slopes():
-        model.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            value = model.loss(ids, ids)
-        value.backward()
-        return [value.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    ours = slopes()
+    called = heard(monkeypatch, products_with_gate, "swiglu")
+    ours = loss_and_gradients(model, ids)
     assert called
     monkeypatch.setattr(hopper, "takes_gate", lambda x, w2, dtype: False)
-    for got, expected in zip(ours, slopes(), strict=True):
+    for got, expected in zip(ours, loss_and_gradients(model, ids), strict=True):
         assert relative_error(got, expected) < 2e-2

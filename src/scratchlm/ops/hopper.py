@@ -54,7 +54,7 @@ def takes_tables(cos: Tensor) -> bool:
 def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether that product is for this input, multiplied in `dtype`; `takes_tables` for its GPU."""
     rows, d = x.shape[:-1].numel(), x.shape[-1]
-    return rows % 128 == 0 and d % 64 == 0 and dtype == torch.bfloat16
+    return rows % 128 == 0 and d % 64 == 0 and rows > 0 and dtype == torch.bfloat16
 
 
 def takes_head(rows: Tensor, head: Tensor) -> bool:

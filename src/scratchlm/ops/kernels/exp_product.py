@@ -23,7 +23,6 @@ from scratchlm.ops.kernels.turns import (
     DEEP,
     SIZES,
     TILE,
-    barriers,
     count,
     described,
     halves,
@@ -31,6 +30,7 @@ from scratchlm.ops.kernels.turns import (
     load,
     mine,
     power_of_two,
+    shared,
     taken_in_turn,
 )
 
@@ -94,15 +94,10 @@ def _exp_product(
     REGISTERS: gl.constexpr,
     CAP: gl.constexpr,
 ):
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], x.layout)
-    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], w.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], y.layout)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(2))
-    fence_async_shared()
+    rings, out, bars = shared(x, w, y, STAGES, 4, True)
     descs = (x, w, y)
     numbers = (references, sums, rows, vocab)
     sizes = (tiles_down, tiles_across, depth)
-    rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
             (_consume, (descs, numbers, rings, out, bars, sizes, STAGES, GROUP, CAP, 0)),

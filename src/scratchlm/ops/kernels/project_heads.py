@@ -27,13 +27,13 @@ from scratchlm.ops.kernels.turns import (
     DEEP,
     SIZES,
     TILE,
-    barriers,
     count,
     described,
     halves,
     launch,
     load,
     mine,
+    shared,
     taken_in_turn,
 )
 
@@ -123,14 +123,9 @@ def _project(
     REGISTERS: gl.constexpr,
     INTERLEAVED: gl.constexpr,
 ):
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], x.layout)
-    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], w.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], y.layout)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(2))
-    fence_async_shared()
+    rings, out, bars = shared(x, w, y, STAGES, 4, True)
     tables = (lines, blocks, turned)
     sizes = (tiles_down, tiles_across, depth)
-    rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
             (_consume, (y, tables, rings, out, bars, sizes, STAGES, GROUP, INTERLEAVED, 0)),

@@ -35,7 +35,6 @@ from scratchlm.ops.kernels.turns import (
     DEEP,
     SIZES,
     TILE,
-    barriers,
     count,
     described,
     halves,
@@ -43,6 +42,7 @@ from scratchlm.ops.kernels.turns import (
     load,
     mine,
     power_of_two,
+    shared,
     taken_in_turn,
 )
 
@@ -150,15 +150,10 @@ def _back(
     GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], dy.layout)
-    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], w2.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 64], left_out.layout)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(2))
-    fence_async_shared()
+    rings, out, bars = shared(dy, w2, left_out, STAGES, 4, False)
     descs = (dy, w2, left_out, right_out)
     sizes = (tiles_down, tiles_across, depth)
     wide = (tiles_down, tiles_across, depth, across)
-    rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
             (_consume_back, (descs, kept, rings, out, bars, wide, STAGES, GROUP, 0)),
@@ -232,14 +227,9 @@ def _forward(
     GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], x.layout)
-    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], w1.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], hidden.layout)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(2))
-    fence_async_shared()
+    rings, out, bars = shared(x, w1, hidden, STAGES, 2, True)
     descs = (x, w1, w3, hidden)
     sizes = (tiles_down, tiles_across, depth)
-    rings = (a_ring, b_ring)
     gl.warp_specialize(
         [
             (_consume_forward, (descs, kept, rings, out, bars, sizes, STAGES, GROUP, 0)),

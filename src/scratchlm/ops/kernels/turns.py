@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -126,12 +127,26 @@ def taken_in_turn(rings, bars, i, depth, STAGES: gl.constexpr, C: gl.constexpr, 
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
+def _barriers(COUNT: gl.constexpr):
     """Return that many, each passed by one arrival."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(COUNT):
         mbarrier.init(bars.index(b), count=1)
     return bars
+
+
+@gluon.jit
+def shared(x, w, y, STAGES: gl.constexpr, BUFFERS: gl.constexpr, FLIP: gl.constexpr):
+    """Share the memory out: rings for both operands, buffers for what leaves, barriers."""
+    a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], x.layout)
+    if FLIP:
+        b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], w.layout)
+    else:
+        b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], w.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, 128, 64], y.layout)
+    bars = (_barriers(STAGES), _barriers(STAGES), _barriers(2))
+    fence_async_shared()
+    return (a_ring, b_ring), out, bars
 
 
 @gluon.jit
