@@ -20,6 +20,10 @@ from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import Linear, RMSNorm, _check_width, is_plain, linear_together
 from scratchlm.model.rotary import RotaryEmbedding, Rotation
 from scratchlm.ops import CausalMask, Ops, get_ops
+from scratchlm.ops.fast import Turn
+
+# Weights, biases, (heads, key-value heads), what turns them
+Parts = tuple[list[Tensor], list[Tensor | None], tuple[int, int], Turn]
 
 
 @dataclass(frozen=True)
@@ -94,28 +98,38 @@ class MultiHeadSelfAttention(nn.Module):
         """Let every token gather from those before it."""
         _check_width(x, self.d_model, "attention")
         scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        q, k, v = self._project(x, scene.rotation)  # each (*batch, its heads, seq, d_head)
-        if scene.cache is not None:
-            k, v = scene.cache.update(self.layer, k, v)
         mask = scene.mask
         if self.sliding_window is not None:
             mask = replace(mask, window=self.sliding_window)
+        parts = self._parts(scene.rotation)
+        if parts is not None and scene.cache is None and self.q_norm is None:
+            at_once = self.ops.attended(x, *parts, mask)
+            if at_once is not None:
+                return self.output_proj(at_once)
+        q, k, v = self._project(x, scene.rotation)  # each (*batch, its heads, seq, d_head)
+        if scene.cache is not None:
+            k, v = scene.cache.update(self.layer, k, v)
         mixed = self.ops.attention(q, k, v, mask)
         return self.output_proj(mixed.transpose(-3, -2).flatten(-2))
 
-    def _project(self, x: Tensor, by: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, the first two normed and turned as the model has it."""
+    def _parts(self, by: Rotation | None) -> Parts | None:
+        """Return what a kernel needs to project and turn, where all of it is plain."""
         maps, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
         plain = all(is_plain(m) for m in (*maps, *norms) if m is not None)
-        if plain and by is not None and type(self.rope) is RotaryEmbedding:
-            at_once = self.ops.turned_heads(
-                x,
-                [m.weight for m in maps],
-                [m.bias for m in maps],
-                (self.num_heads, self.num_kv_heads),
-                (by.cos, by.sin, self.rope.layout, by.lines),
-                _gains(*norms),
-            )
+        if not plain or by is None or type(self.rope) is not RotaryEmbedding:
+            return None
+        return (
+            [m.weight for m in maps],
+            [m.bias for m in maps],
+            (self.num_heads, self.num_kv_heads),
+            (by.cos, by.sin, self.rope.layout, by.lines),
+        )
+
+    def _project(self, x: Tensor, by: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, the first two normed and turned as the model has it."""
+        maps, parts = (self.q_proj, self.k_proj, self.v_proj), self._parts(by)
+        if parts is not None:
+            at_once = self.ops.turned_heads(x, *parts, _gains(self.q_norm, self.k_norm))
             if at_once is not None:
                 return at_once
         q, k, v = map(self._cut_into_heads, linear_together(x, maps, self.ops))

@@ -89,6 +89,27 @@ class Ops:
             return None
         return fast.turned_heads(joined, heads, turn, norm)
 
+    def attended(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        heads: tuple[int, int],
+        turn: fast.Turn,
+        mask: CausalMask,
+    ) -> Tensor | None:
+        """What attention mixes (batch, seq, heads · d) of x, projected and turned, at once.
+
+        `turn` is what `turned_heads` takes. None where no kernel can, where not all and only the
+        future is hidden, or where one of the ops it stands for is somebody's own.
+        """
+        ours = self.rope is fast.rope and self.linears is fast.linears
+        if not (ours and self.attention is attention.attention and mask.is_plain):
+            return None
+        if x.ndim != 3 or mask.start or any(bias is not None for bias in biases):
+            return None
+        return fast.attended(x, weights, heads, turn) if fast.trains_by_kernel(x) else None
+
 
 OPS: dict[str, Ops] = {
     "reference": Ops(

@@ -336,6 +336,18 @@ def projected_heads(
     return projected(x.to(low), in_one(weights, low), tables, heads, layout == "interleaved")
 
 
+def attended(
+    x: Tensor, weights: Sequence[Tensor], heads: tuple[int, int], turn: Turn
+) -> Tensor | None:
+    """Project x and let every token gather from those before it, where a Hopper GPU trains."""
+    low, (_, _, layout, lines) = _low(x), turn
+    if lines is None or not (hopper.takes_heads(x, low) and hopper.takes_attention(x, heads)):
+        return None
+    from scratchlm.ops.kernels.project_heads import attended as by_kernel
+
+    return by_kernel(x.to(low), in_one(weights, low), lines, heads[0], layout == "interleaved")
+
+
 def turned_heads(
     joined: Tensor,
     heads: tuple[int, int],

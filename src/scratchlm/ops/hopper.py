@@ -2,7 +2,8 @@
 
 Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
 gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
-exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does
+exponentials of the loss (`kernels/exp_product.py`). Attention's backward pass is one of them too
+(`kernels/attend_back.py`). Elsewhere cuBLAS multiplies, as it does
 wherever there is nothing to do at the end of a tile. Its clusters decode
 (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is experimental: for
 the versions of Triton they were tried with.
@@ -20,6 +21,9 @@ from scratchlm.ops.kernels import is_current
 VERSIONS = ("3.6", "3.7")
 # A result smaller than this leaves some of 132 multiprocessors without a tile of 128 × 128.
 LEAST = 132 * 128 * 128
+# Attention's backward pass is faster than cuDNN's up to so many tokens, from such a share on of
+# multiprocessors that have a head to work on.
+LONGEST, LEAST_BUSY = 2048, 0.75
 
 
 def _is_known() -> bool:
@@ -55,6 +59,28 @@ def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether that product is for this input, multiplied in `dtype`; `takes_tables` for its GPU."""
     rows, d = x.shape[:-1].numel(), x.shape[-1]
     return rows % 128 == 0 and d % 64 == 0 and rows > 0 and dtype == torch.bfloat16
+
+
+def takes_attention(x: Tensor, heads: tuple[int, int]) -> bool:
+    """Whether attention's backward pass is for this input, which `takes_heads`.
+
+    Each multiprocessor takes whole heads: their number must occupy nearly all, or nearly all again.
+    """
+    batch, seq, _ = x.shape
+    if heads[0] != heads[1] or seq % 128 or seq > LONGEST or not _may_ask_cudnn():
+        return False
+    units, many = batch * heads[0], _multiprocessors(x.device.index)
+    return units >= LEAST_BUSY * many * -(-units // many)
+
+
+@torch.compiler.assume_constant_result
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.compiler.assume_constant_result
+def _may_ask_cudnn() -> bool:
+    return torch.backends.cuda.cudnn_sdp_enabled()  # for the forward pass
 
 
 def takes_head(rows: Tensor, head: Tensor) -> bool:

@@ -5,7 +5,8 @@
 As a kernel of its own (`heads.py`), turning reads what the product has just written and writes it
 once more. Here a tile is two heads of 64 channels, and both channels of a pair are one thread's:
 they are turned before they are rounded, and q, k and v are views of what the product writes. How
-the products run, and what waits for what: `turns.py`.
+the products run, and what waits for what: `turns.py`. Where attention is plainly causal, it is part
+of the same operation (`attended`): its backward pass (`attend_back.py`) turns back as it writes.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
@@ -22,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from scratchlm.ops.kernels.attend_back import through_attention
 from scratchlm.ops.kernels.heads import turn_heads_back
 from scratchlm.ops.kernels.turns import (
     DEEP,
@@ -182,6 +184,23 @@ def _(x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool) -> Te
     return x.new_empty(len(x), len(w))
 
 
+def _cut(joined: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values (batch, heads, seq, 64) as views of (batch, seq, all)."""
+    by_head = joined.unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+    q, k, v = by_head.split((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def _gradients(
+    ctx: Any, of_joined: Tensor, x: Tensor, w: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a product's operands that are asked for."""
+    of_joined = of_joined.view(-1, len(w))
+    for_x, for_w, *_ = ctx.needs_input_grad
+    of_x = (of_joined @ w).view(x.shape) if for_x else None
+    return of_x, of_joined.t() @ x.reshape(-1, x.shape[-1]) if for_w else None
+
+
 class _Projected(torch.autograd.Function):
     """Queries, keys and values: views of one product, hence no plain op."""
 
@@ -200,21 +219,16 @@ class _Projected(torch.autograd.Function):
         batch, seq, d = x.shape
         turned = (heads + kv_heads) * WIDTH
         joined = _turned_product(x.reshape(-1, d), w, lines, turned, interleaved)
-        by_head = joined.view(batch, seq, -1, WIDTH).transpose(1, 2)
-        q, k, v = by_head.split((heads, kv_heads, kv_heads), dim=1)
         ctx.save_for_backward(x, w, cos, sin)
         ctx.interleaved = interleaved
-        return q, k, v
+        return _cut(joined.view(batch, seq, -1), heads, kv_heads)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         x, w, cos, sin = ctx.saved_tensors
         how = (cos, sin, None, None, 0.0, ctx.interleaved)
-        of_joined = turn_heads_back(dq, dk, dv, None, *how)[0].view(-1, len(w))
-        for_x, for_w, *_ = ctx.needs_input_grad
-        of_x = (of_joined @ w).view(x.shape) if for_x else None
-        of_w = of_joined.t() @ x.reshape(-1, x.shape[-1]) if for_w else None
-        return of_x, of_w, *[None] * 6
+        of_joined = turn_heads_back(dq, dk, dv, None, *how)[0]
+        return *_gradients(ctx, of_joined, x, w), *[None] * 6
 
 
 def projected(
@@ -230,3 +244,39 @@ def projected(
     """
     q, k, v = _Projected.apply(x, w, *tables, *heads, interleaved)
     return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what causal attention mixes (batch, heads, seq, 64), and L, by cuDNN."""
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    mixed, log_sums, *_ = attention(q, k, v, None, True, 0.0, True)
+    return mixed, log_sums
+
+
+class _Attended(torch.autograd.Function):
+    """Heads from their projection to what attention mixes; backward in one kernel, and products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool
+    ) -> Tensor:
+        batch, seq, d = x.shape
+        joined = _turned_product(x.reshape(-1, d), w, lines, 2 * heads * WIDTH, interleaved)
+        joined = joined.view(batch, seq, -1)
+        by_head, log_sums = attend(*_cut(joined, heads, heads))
+        mixed = by_head.transpose(1, 2).reshape(batch, seq, -1)
+        ctx.save_for_backward(x, w, joined, mixed, log_sums, lines)
+        ctx.interleaved = interleaved
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, joined, mixed, log_sums, lines = ctx.saved_tensors
+        of_joined = through_attention(joined, mixed, slope, log_sums, lines, ctx.interleaved)
+        return *_gradients(ctx, of_joined, x, w), None, None, None
+
+
+def attended(x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool) -> Tensor:
+    """Return what causal attention mixes (batch, seq, heads · 64) of x; x and w in bfloat16."""
+    mixed: Tensor = _Attended.apply(x, w, lines, heads, interleaved)
+    return mixed

@@ -1,0 +1,561 @@
+"""The backward pass of causal attention over heads of 64 channels, on Hopper's tensor cores.
+
+    S = Q Kᵀ/8,    P = exp(S − L) where a query sees the key;    L and D = Σ ∂O ⊙ O: one a query
+    ∂V = Pᵀ ∂O,    ∂S = P ⊙ (∂O Vᵀ − D),    ∂K = ∂Sᵀ Q/8,    ∂Q = ∂S K/8
+
+∂Q and ∂K leave turned back to where the rotation found them, side by side with ∂V: the gradient of
+the product that Q, K and V are views of. As kernels of their own, cuDNN's two around its backward
+pass and ours after it carry all of that to the memory and back.
+
+A program takes a head at a time, and its keys in blocks of 128. It is made of a loading warp, which
+fills a ring with tiles of 64 queries and what belongs to them, and two consumers of four warps.
+Consumer c has 64 of the keys. Keys are rows: Sᵀ and ∂Pᵀ are summed in its registers, Pᵀ and ∂Sᵀ are
+multiplied from them, ∂K and ∂V stay in them until all queries have passed.
+
+∂Q is a sum over keys: of both consumers, then of all blocks. So ∂Sᵀ passes through shared memory, a
+tile i's ∂Q is consumer (i mod 2)'s, and is computed a tile later, when the other has surely come so
+far. What it amounts to lies between two blocks as the threads hold it: the last tiles' sums, which
+are read most often, on shelves in shared memory, the others' in the memory. Blocks go upwards: the
+first tiles of each, on the diagonal, see their last key, and leave. All sums are taken in one
+order: the same numbers give the same bits.
+
+What waits for what:
+
+    full[s], empty[s]       stage s of the ring: its copies, both consumers
+    keys_*, values_*        the same for a block's keys, of which there are two, and values
+    slopes_full[c]          both have written their part of ∂Sᵀ of consumer c's tile
+    slopes_empty[c]         consumer c has multiplied it
+
+Gluon is experimental, and nothing interprets it on a CPU: `ops/hopper.py` says where this runs.
+"""
+
+# mypy: disallow_untyped_defs=False, disallow_any_decorated=False
+# Arguments of a kernel are descriptors and numbers of the device: Python has no types for them.
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from scratchlm.ops.kernels.turns import REGISTERS, described, power_of_two
+
+WIDTH, BLOCK = 64, 128  # of a head; keys at a time
+STAGES = 3
+SHELVES = 4
+COUNTS = ["units", "heads", "blocks", "places", "step"]  # none is compiled in
+NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+_SCALE = gl.constexpr(0.125)  # 1/√64
+_TO_POWERS = gl.constexpr(0.125 / math.log(2))
+_TILE = gl.constexpr(64 * 64)
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
+_LINES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # 16 bytes of each thread's in turn
+
+
+# A tile's sums of ∂Q, as the threads hold them: row 16w + 8j + q and column 8g + 2p + e are with
+# warp w, thread 4q + p
+
+
+@gluon.jit
+def _in_lines(x):
+    x = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(_TILE)  # w j q g p e
+    return gl.convert_layout(x, _LINES, assert_trivial=True)
+
+
+@gluon.jit
+def _as_tile(x):
+    x = x.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)  # g w q p j e
+    return gl.convert_layout(x, _SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def _add(place, x):
+    """Add a tile to what lies there, and do not wait."""
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0;",
+        "=r,l,l,l,l,f,f,f,f",
+        [place.to(gl.int64, bitcast=True), _in_lines(x)],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _put_aside(dq, place, shelves, shelf, some):
+    """Add a tile of ∂Q to its sums, or begin them where there are not `some`."""
+    if shelf >= 0:
+        x = _in_lines(dq)
+        if some:
+            x += shelves.index(shelf).load(_LINES)
+        shelves.index(shelf).store(x)
+    elif some:
+        _add(place, dq)
+    else:
+        gl.store(place, _in_lines(dq))
+
+
+@gluon.jit
+def _with_sums(dq, place, shelves, shelf, some):
+    """Return a tile of ∂Q with its sums so far."""
+    if some:
+        if shelf >= 0:
+            dq += _as_tile(shelves.index(shelf).load(_LINES))
+        else:  # past the L1 cache, where older sums may lie
+            dq += _as_tile(gl.load(place, cache_modifier=".cg"))
+    return dq
+
+
+# Back to where the rotation found it
+
+
+@gluon.jit
+def _angles(lines, place, wanted, INTERLEAVED: gl.constexpr):
+    """Read a table's 64 × 32 numbers, laid out by `project_heads.in_lines`; at once: volatile."""
+    at = lines + place * 2048 + gl.arange(0, 2048, _LINES)
+    x = gl.load(at, mask=wanted, other=0.0, volatile=True).reshape(4, 4, 8, 4, 2, 2)
+    if INTERLEAVED:
+        x = x.permute(1, 5, 2, 0, 4, 3)  # g w q p h j
+    else:
+        x = x.permute(1, 4, 2, 0, 3, 5)  # g w q p j e
+    return x.reshape(64, 32)
+
+
+@gluon.jit
+def _tables(turn, place, wanted, INTERLEAVED: gl.constexpr):
+    lines, places, _ = turn
+    c = _angles(lines, place, wanted, INTERLEAVED)
+    return c, _angles(lines, places + place, wanted, INTERLEAVED)
+
+
+@gluon.jit
+def _turned_back(x, tables, INTERLEAVED: gl.constexpr):
+    """Scale 64 tokens of a head and turn them back; no number moves to another thread."""
+    x *= _SCALE
+    if INTERLEAVED:
+        a, b = x.reshape(64, 32, 2).split()
+    else:
+        a, b = x.reshape(64, 2, 32).permute(0, 2, 1).split()
+    c = gl.convert_layout(tables[0], a.type.layout, assert_trivial=True)
+    s = gl.convert_layout(tables[1], a.type.layout, assert_trivial=True)
+    y = gl.join(a * c + b * s, b * c - a * s)
+    if not INTERLEAVED:
+        y = y.permute(0, 2, 1)
+    y = gl.convert_layout(y.reshape(64, 64), _SUMS, assert_trivial=True)
+    return y.to(gl.bfloat16)
+
+
+# A consumer
+
+
+@gluon.jit
+def _product(a, b):
+    none = gl.zeros([64, 64], gl.float32, _SUMS)
+    return warpgroup_mma(a, b, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _powers(s, shift, diagonal, PARITY: gl.constexpr, C: gl.constexpr):
+    """Return Pᵀ: 0 where a query does not see the key."""
+    x = s * _TO_POWERS + shift
+    if PARITY > C:  # they come after all of its keys
+        return power_of_two(x)
+    if diagonal:
+        key = gl.arange(0, 64, gl.SliceLayout(1, _SUMS)).expand_dims(1) + 64 * (C - PARITY)
+        query = gl.arange(0, 64, gl.SliceLayout(0, _SUMS)).expand_dims(0)
+        x = gl.where(key <= query, x, float("-inf"))
+    return power_of_two(x)
+
+
+@gluon.jit
+def _pass_on(ds, slopes, bars, n, PARITY: gl.constexpr, C: gl.constexpr):
+    """Lay this consumer's part of ∂Sᵀ where the one who multiplies it finds it."""
+    full, empty = bars
+    mbarrier.wait(empty.index(PARITY), ((n >> 1) & 1) ^ 1)
+    slopes.index(PARITY).slice(64 * C, 64).store(ds)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(PARITY), count=1)
+
+
+@gluon.jit
+def _product_due(slopes, keys, bars, n, C: gl.constexpr):
+    """Begin ∂Q of tile n, consumer C's own."""
+    mbarrier.wait(bars[0].index(C), (n >> 1) & 1, pred=n >= 0)
+    return _product(slopes.index(C).permute((1, 0)), keys)
+
+
+@gluon.jit
+def _finish(dq, due, tables, ends, INTERLEAVED: gl.constexpr, C: gl.constexpr):
+    """Put a tile of ∂Q aside, or write it out where its sums are complete."""
+    where, some, diagonal, _ = due
+    row, column, tile, _ = where
+    sums, shelves, first_shelf, out, grad = ends
+    place = sums + tile * _TILE + gl.arange(0, _TILE, _LINES)
+    shelf = tile - first_shelf
+    if diagonal:
+        whole = _with_sums(dq, place, shelves, shelf, some)
+        tma.store_wait(0)  # of the block before: long since read out
+        out.index(2 * C).store(_turned_back(whole, tables, INTERLEAVED))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(grad, [row, column], out.index(2 * C))
+    else:
+        _put_aside(dq, place, shelves, shelf, some)
+
+
+@gluon.jit
+def _tile(
+    sums_kv,
+    operands,
+    rings,
+    bars,
+    n,
+    how,
+    STAGES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    PARITY: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Take a tile of queries; of the tile before, if it is this consumer's own, compute ∂Q."""
+    dk, dv = sums_kv
+    k, v = operands
+    diagonal, due, turn, ends = how
+    queries, slopes_out, keys, slopes, shifts, deltas = rings
+    full, empty = bars[0]
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    q, do = queries.index(stage), slopes_out.index(stage)
+    s = _product(k, q.permute((1, 0)))
+    dp = _product(v, do.permute((1, 0)))
+    shift = shifts.index(stage).load(_SUMS)
+    delta = deltas.index(stage).load(_SUMS)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = _powers(s, shift, diagonal, PARITY, C)
+    left = gl.convert_layout(p.to(gl.bfloat16), _LEFT, assert_trivial=True)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    dv = warpgroup_mma(left, do, dv, is_async=True)
+    ds = (p * (dp - delta)).to(gl.bfloat16)
+    _pass_on(ds, slopes, bars[1], n, PARITY, C)
+    dk = warpgroup_mma(gl.convert_layout(ds, _LEFT, assert_trivial=True), q, dk, is_async=True)
+    if PARITY == C:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        dq = _product_due(slopes, keys.index(due[3]), bars[1], n - 1, C)
+        tables = _tables(turn, due[0][3], due[2], INTERLEAVED)
+        dk, dv, dq = warpgroup_mma_wait(0, deps=[dk, dv, dq])
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(bars[1][1].index(C), count=1, pred=n > 0)
+        if n > 0:
+            _finish(dq, due, tables, ends, INTERLEAVED, C)
+    return dk, dv
+
+
+@gluon.jit
+def _consume(
+    grad,
+    turn,
+    sums,
+    rings,
+    rest,
+    bars,
+    sizes,
+    STAGES: gl.constexpr,
+    SHELVES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    C: gl.constexpr,
+):
+    units, heads, blocks = sizes
+    values, shelves, out = rest
+    keys = rings[2]
+    keys_full, keys_empty = bars[2]
+    values_full, values_empty = bars[3]
+    sums += gl.program_id(0).to(gl.int64) * blocks * 2 * _TILE
+    ends = (sums, shelves, 2 * blocks - SHELVES, out, grad)
+    n = 0  # tiles, and blocks, that were taken
+    b = 0
+    # Of the tile whose ∂Q is due: where it stands, whether it has sums, its keys
+    due_row = 0
+    due_column = 0
+    due_tile = 0
+    due_place = 0
+    due_some = n > 0
+    due_diagonal = n > 0
+    due_keys = 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        row = unit // heads * blocks * 128
+        column = unit % heads * 64
+        place = unit // heads * turn[2]
+        for j in range(blocks):
+            held = b & 1
+            mbarrier.wait(keys_full.index(held), (b >> 1) & 1)
+            k = keys.index(held).slice(64 * C, 64).load(_LEFT)
+            mbarrier.wait(values_full.index(0), b & 1)
+            v = values.index(0).slice(64 * C, 64).load(_LEFT)
+            mbarrier.arrive(values_empty.index(0), count=1)
+            dk = gl.zeros([64, 64], gl.float32, _SUMS)
+            dv = gl.zeros([64, 64], gl.float32, _SUMS)
+            for m in range(j, blocks):
+                for parity in gl.static_range(2):
+                    where = (due_row, due_column, due_tile, due_place)
+                    due = (where, due_some, due_diagonal, due_keys)
+                    how = (m == j, due, turn, ends)
+                    dk, dv = _tile(
+                        (dk, dv), (k, v), rings, bars, n, how, STAGES, INTERLEAVED, parity, C
+                    )
+                    if parity == C:
+                        due_row = row + m * 128 + 64 * parity
+                        due_column = column
+                        due_tile = 2 * m + parity
+                        due_place = place + 2 * m + parity
+                        due_some = j > 0
+                        due_diagonal = m == j
+                        due_keys = held
+                    elif C == 1:  # nothing is due any more with the keys before
+                        done = (m == j) & (n > 0)
+                        mbarrier.arrive(keys_empty.index(1 - held), count=1, pred=done)
+                    n += 1
+            if C == 0:
+                mbarrier.arrive(keys_empty.index(held), count=1)
+            tables = _tables(turn, place + 2 * j + C, j >= 0, INTERLEAVED)
+            tma.store_wait(0)
+            out.index(2 * C + 1).store(dv.to(gl.bfloat16))
+            out.index(2 * C).store(_turned_back(dk, tables, INTERLEAVED))
+            fence_async_shared()
+            at = row + j * 128 + 64 * C
+            of_v = [at, column + 2 * heads * 64]
+            tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
+            tma.async_copy_shared_to_global(grad, [at, column + heads * 64], out.index(2 * C))
+            b += 1
+    if C == 1:
+        dq = _product_due(rings[3], keys.index(due_keys), bars[1], n - 1, C)
+        tables = _tables(turn, due_place, due_diagonal, INTERLEAVED)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        where = (due_row, due_column, due_tile, due_place)
+        _finish(dq, (where, due_some, due_diagonal, due_keys), tables, ends, INTERLEAVED, C)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load(joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: gl.constexpr):
+    """The loading warp."""
+    units, heads, blocks = sizes
+    queries, slopes_out, keys, _, shifts, deltas = rings
+    full, empty = bars[0]
+    keys_full, keys_empty = bars[2]
+    values_full, values_empty = bars[3]
+    n = 0
+    b = 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        row = unit // heads * blocks * 128
+        column = unit % heads * 64
+        for j in range(blocks):
+            held = b & 1
+            mbarrier.wait(keys_empty.index(held), ((b >> 1) & 1) ^ 1)
+            bar = keys_full.index(held)
+            mbarrier.expect(bar, 128 * 64 * 2)
+            at = row + j * 128
+            of_k = [at, column + heads * 64]
+            tma.async_copy_global_to_shared(blocks_of, of_k, bar, keys.index(held))
+            mbarrier.wait(values_empty.index(0), (b & 1) ^ 1)
+            bar = values_full.index(0)
+            mbarrier.expect(bar, 128 * 64 * 2)
+            of_v = [at, column + 2 * heads * 64]
+            tma.async_copy_global_to_shared(blocks_of, of_v, bar, values.index(0))
+            for i in range(2 * j, 2 * blocks):
+                s = n % STAGES
+                mbarrier.wait(empty.index(s), ((n // STAGES) & 1) ^ 1)
+                bar = full.index(s)
+                mbarrier.expect(bar, 2 * 64 * 64 * 2 + 2 * 64 * 4)
+                where = [row + i * 64, column]
+                tma.async_copy_global_to_shared(joined, where, bar, queries.index(s))
+                tma.async_copy_global_to_shared(d_out, where, bar, slopes_out.index(s))
+                at = unit * blocks * 128 + i * 64
+                tma.async_copy_global_to_shared(stats, [0, at], bar, shifts.index(s))
+                tma.async_copy_global_to_shared(stats, [1, at], bar, deltas.index(s))
+                n += 1
+            b += 1
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, OF_FULL: gl.constexpr, OF_EMPTY: gl.constexpr):
+    """Return that many for `full` and for `empty`, and how many arrivals pass one."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(COUNT):
+        mbarrier.init(full.index(b), count=OF_FULL)
+        mbarrier.init(empty.index(b), count=OF_EMPTY)
+    return full, empty
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def _attend_back(
+    joined,
+    blocks_of,
+    d_out,
+    grad,
+    stats,
+    lines,
+    sums,
+    units,
+    heads,
+    blocks,
+    places,
+    step,
+    STAGES: gl.constexpr,
+    SHELVES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):
+    queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], joined.layout)
+    slopes_out = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], joined.layout)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], stats.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], stats.layout)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], joined.layout)
+    values = gl.allocate_shared_memory(gl.bfloat16, [1, 128, 64], joined.layout)
+    slopes = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], joined.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shelves = gl.allocate_shared_memory(gl.float32, [SHELVES, _TILE], flat)
+    out = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], joined.layout)
+    bars = (_barriers(STAGES, 1, 2), _barriers(2, 2, 1), _barriers(2, 1, 2), _barriers(1, 1, 2))
+    fence_async_shared()
+    rings = (queries, slopes_out, keys, slopes, shifts, deltas)
+    sizes = (units, heads, blocks)
+    turn = (lines, places, step)
+    rest = (values, shelves, out)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (grad, turn, sums, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, 0),
+            ),
+            (
+                _consume,
+                (grad, turn, sums, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, 1),
+            ),
+            (_load, (joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 504 - 2 * REGISTERS],
+    )
+
+
+# L and D
+
+
+@triton.jit
+def _row_stats(out, d_out, log_sums, stats, heads, seq, total, ROWS: tl.constexpr):
+    """Write −L, as a power of two, and D of 64 tokens of a head."""
+    head, unit = tl.program_id(1), tl.program_id(2) * heads + tl.program_id(1)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, 64)
+    row = (tl.program_id(2) * seq + token).to(tl.int64) * heads * 64 + head * 64
+    at = row[:, None] + channel[None, :]
+    known = token < seq
+    a = tl.load(out + at, mask=known[:, None], other=0.0).to(tl.float32)
+    b = tl.load(d_out + at, mask=known[:, None], other=0.0).to(tl.float32)
+    where = unit * seq + token
+    log_sum = tl.load(log_sums + where, mask=known, other=0.0)
+    tl.store(stats + where, log_sum * -1.4426950408889634, mask=known)
+    tl.store(stats + total + where, tl.sum(a * b, axis=1), mask=known)
+
+
+# Calls
+
+
+def row_stats(mixed: Tensor, d_mixed: Tensor, log_sums: Tensor) -> Tensor:
+    """Return −L log₂e and D (2, batch, heads, seq) of mixed heads (batch, seq, heads · 64)."""
+    batch, seq, width = mixed.shape
+    heads = width // WIDTH
+    stats = mixed.new_empty(2, batch, heads, seq, dtype=torch.float32)
+    _row_stats[(triton.cdiv(seq, 64), heads, batch)](
+        *(mixed.contiguous(), d_mixed.contiguous(), log_sums.contiguous(), stats),
+        *(heads, seq, batch * heads * seq),
+        ROWS=64,
+        num_warps=4,
+    )
+    return stats
+
+
+def attend_back(
+    joined: Tensor,
+    d_mixed: Tensor,
+    stats: Tensor,
+    lines: Tensor,
+    interleaved: bool,
+    programs: int = 0,
+) -> Tensor:
+    """Return the gradient of the joined product (batch, seq, 3 · heads · 64) before it was turned.
+
+    The tables in `lines` serve each sequence, or are as long as all of them together.
+    """
+    batch, seq, columns = joined.shape
+    heads, blocks = columns // (3 * WIDTH), seq // BLOCK
+    joined, d_mixed = joined.contiguous(), d_mixed.contiguous()
+    grad = torch.empty_like(joined)
+    if programs == 0:
+        programs = torch.cuda.get_device_properties().multi_processor_count
+    units = batch * heads
+    programs = min(units, programs)
+    sums = joined.new_empty(programs, seq, WIDTH, dtype=torch.float32)
+    rows, places = joined.view(-1, columns), lines.numel() // (2 * 64 * WIDTH // 2)
+    _attend_back[(programs,)](
+        described(rows, 64, 64),
+        described(rows, BLOCK, 64),
+        described(d_mixed.view(batch * seq, -1), 64, 64),
+        described(grad.view(-1, columns), 64, 64),
+        TensorDescriptor.from_tensor(stats.view(2, -1), [1, 64], NUMBERS),
+        *(lines, sums, units, heads, blocks, places),
+        0 if places == 2 * blocks else 2 * blocks,
+        STAGES=STAGES,
+        SHELVES=SHELVES,
+        REGISTERS=REGISTERS,
+        INTERLEAVED=interleaved,
+        num_warps=4,
+        maxnreg=168,  # 65,536 shared out over 12 warps, before they are given their own
+    )
+    return grad
+
+
+# As torch sees it: a whole operation, which a compiler does not open
+
+
+@torch.library.custom_op("scratchlm::through_attention", mutates_args=(), device_types="cuda")
+def through_attention(
+    joined: Tensor,
+    mixed: Tensor,
+    d_mixed: Tensor,
+    log_sums: Tensor,
+    lines: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """Return the gradient of the joined product, where that of what was mixed is `d_mixed`."""
+    stats = row_stats(mixed, d_mixed, log_sums)
+    return attend_back(joined, d_mixed, stats, lines, interleaved)
+
+
+@through_attention.register_fake
+def _(
+    joined: Tensor,
+    mixed: Tensor,
+    d_mixed: Tensor,
+    log_sums: Tensor,
+    lines: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    return torch.empty_like(joined)
