@@ -14,7 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from scratchlm.ops.kernels import exp_product, project_attend, project_heads, swiglu, turns
+from scratchlm.ops.kernels import (
+    attend_back,
+    exp_product,
+    project_attend,
+    project_heads,
+    swiglu,
+    turns,
+)
 
 TALL, WIDE, SMALL = (128, 64), (64, 128), (64, 64)  # blocks of the matrices described to TMA
 FLOATS = ("*fp32", "*fp32", "i32", "i32")
@@ -24,6 +31,13 @@ KERNELS = [
     (exp_product._exp_product, [TALL, TALL, TALL, *FLOATS], {"CAP": exp_product.CAP}),
     (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": True}),
     (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": False}),
+]
+STATS = f"tensordesc<fp32[1, 64],{attend_back.NUMBERS!r}>"
+HEADS = [SMALL, TALL, SMALL, SMALL, STATS, "*fp32", "*fp32"]
+OF_HEADS = {"STAGES": attend_back.STAGES, "SHELVES": attend_back.SHELVES}
+KERNELS += [
+    (attend_back._attend_back, HEADS, {**OF_HEADS, "INTERLEAVED": turned})
+    for turned in (True, False)
 ]
 
 
@@ -35,8 +49,10 @@ def compiled(kernel, arguments, constants):
         else f"tensordesc<bf16[{kind[0]}, {kind[1]}],{turns.LINES!r}>"
         for name, kind in zip(names, arguments, strict=False)
     }
-    whole = {name: getattr(turns, name) for name in ("STAGES", "GROUP", "REGISTERS")} | constants
-    kinds |= dict.fromkeys(turns.SIZES, "i32") | dict.fromkeys(whole, "constexpr")
+    common = {name: getattr(turns, name) for name in ("STAGES", "GROUP", "REGISTERS")}
+    whole = {name: value for name, value in common.items() if name in names} | constants
+    sizes = [name for name in (*turns.SIZES, *attend_back.COUNTS) if name in names]
+    kinds |= dict.fromkeys(sizes, "i32") | dict.fromkeys(whole, "constexpr")
     places = {(names.index(name),): value for name, value in whole.items()}
     whole = {name for name, kind in kinds.items() if kind.startswith("*")}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}

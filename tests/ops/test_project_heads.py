@@ -47,8 +47,14 @@ def product(x, w, lines, turned, interleaved):
     return rows.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
+def turn_back(dq, dk, dv, joined, cos, sin, q_gain, k_gain, eps, interleaved):
+    layout = "interleaved" if interleaved else "half"
+    dq, dk = (reference.rope(d, cos, -sin, layout) for d in (dq, dk))
+    return torch.cat((dq, dk, dv), dim=1).transpose(1, 2).flatten(2), dq.new_zeros(2, 64)
+
+
 project_heads._turned_product.register_kernel("cpu")(product)
-heads.turn_heads_back.register_kernel("cpu")(heads.heads_backward)
+heads.turn_heads_back.register_kernel("cpu")(turn_back)
 
 
 def angles(*shape):

@@ -59,6 +59,7 @@ SHELVES = 4
 COUNTS = ["units", "heads", "blocks", "places", "step"]  # none is compiled in
 NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of all threads; Triton 3.7 or 3.6
 _SCALE = gl.constexpr(0.125)  # 1/√64
 _TO_POWERS = gl.constexpr(0.125 / math.log(2))
 _TILE = gl.constexpr(64 * 64)
@@ -125,10 +126,10 @@ def _with_sums(dq, place, shelves, shelf, some):
 
 
 @gluon.jit
-def _angles(lines, place, wanted, INTERLEAVED: gl.constexpr):
+def _angles(lines, place, INTERLEAVED: gl.constexpr):
     """Read a table's 64 × 32 numbers, laid out by `project_heads.in_lines`; at once: volatile."""
     at = lines + place * 2048 + gl.arange(0, 2048, _LINES)
-    x = gl.load(at, mask=wanted, other=0.0, volatile=True).reshape(4, 4, 8, 4, 2, 2)
+    x = gl.load(at, volatile=True).reshape(4, 4, 8, 4, 2, 2)
     if INTERLEAVED:
         x = x.permute(1, 5, 2, 0, 4, 3)  # g w q p h j
     else:
@@ -137,10 +138,12 @@ def _angles(lines, place, wanted, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def _tables(turn, place, wanted, INTERLEAVED: gl.constexpr):
-    lines, places, _ = turn
-    c = _angles(lines, place, wanted, INTERLEAVED)
-    return c, _angles(lines, places + place, wanted, INTERLEAVED)
+def _tables(turn, unit, tile, sizes, INTERLEAVED: gl.constexpr):
+    """Return cos and sin of a tile's tokens."""
+    lines, places, step = turn
+    place = unit // sizes[1] * step + tile
+    c = _angles(lines, place, INTERLEAVED)
+    return c, _angles(lines, places + place, INTERLEAVED)
 
 
 @gluon.jit
@@ -189,7 +192,7 @@ def _pass_on(ds, slopes, bars, n, PARITY: gl.constexpr, C: gl.constexpr):
     mbarrier.wait(empty.index(PARITY), ((n >> 1) & 1) ^ 1)
     slopes.index(PARITY).slice(64 * C, 64).store(ds)
     fence_async_shared()
-    gl.thread_barrier()
+    _meet()
     mbarrier.arrive(full.index(PARITY), count=1)
 
 
@@ -201,21 +204,29 @@ def _product_due(slopes, keys, bars, n, C: gl.constexpr):
 
 
 @gluon.jit
-def _finish(dq, due, tables, ends, INTERLEAVED: gl.constexpr, C: gl.constexpr):
+def _corner(unit, sizes):
+    """Return the row and the column where a head's queries begin."""
+    _, heads, blocks = sizes
+    return unit // heads * blocks * 128, unit % heads * 64
+
+
+@gluon.jit
+def _finish(dq, due, turn, ends, sizes, INTERLEAVED: gl.constexpr, C: gl.constexpr):
     """Put a tile of ∂Q aside, or write it out where its sums are complete."""
-    where, some, diagonal, _ = due
-    row, column, tile, _ = where
+    unit, tile, j, _ = due
     sums, shelves, first_shelf, out, grad = ends
     place = sums + tile * _TILE + gl.arange(0, _TILE, _LINES)
     shelf = tile - first_shelf
-    if diagonal:
-        whole = _with_sums(dq, place, shelves, shelf, some)
+    if tile >> 1 == j:
+        tables = _tables(turn, unit, tile, sizes, INTERLEAVED)
+        whole = _with_sums(dq, place, shelves, shelf, j > 0)
         tma.store_wait(0)  # of the block before: long since read out
         out.index(2 * C).store(_turned_back(whole, tables, INTERLEAVED))
         fence_async_shared()
-        tma.async_copy_shared_to_global(grad, [row, column], out.index(2 * C))
+        row, column = _corner(unit, sizes)
+        tma.async_copy_shared_to_global(grad, [row + tile * 64, column], out.index(2 * C))
     else:
-        _put_aside(dq, place, shelves, shelf, some)
+        _put_aside(dq, place, shelves, shelf, j > 0)
 
 
 @gluon.jit
@@ -234,7 +245,7 @@ def _tile(
     """Take a tile of queries; of the tile before, if it is this consumer's own, compute ∂Q."""
     dk, dv = sums_kv
     k, v = operands
-    diagonal, due, turn, ends = how
+    diagonal, due, turn, ends, sizes = how
     queries, slopes_out, keys, slopes, shifts, deltas = rings
     full, empty = bars[0]
     stage = n % STAGES
@@ -250,19 +261,19 @@ def _tile(
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, do, dv, is_async=True)
     ds = (p * (dp - delta)).to(gl.bfloat16)
-    _pass_on(ds, slopes, bars[1], n, PARITY, C)
     dk = warpgroup_mma(gl.convert_layout(ds, _LEFT, assert_trivial=True), q, dk, is_async=True)
     if PARITY == C:
+        _pass_on(ds, slopes, bars[1], n, PARITY, C)
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         mbarrier.arrive(empty.index(stage), count=1)
     else:
         dq = _product_due(slopes, keys.index(due[3]), bars[1], n - 1, C)
-        tables = _tables(turn, due[0][3], due[2], INTERLEAVED)
+        _pass_on(ds, slopes, bars[1], n, PARITY, C)
         dk, dv, dq = warpgroup_mma_wait(0, deps=[dk, dv, dq])
         mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(bars[1][1].index(C), count=1, pred=n > 0)
         if n > 0:
-            _finish(dq, due, tables, ends, INTERLEAVED, C)
+            _finish(dq, due, turn, ends, sizes, INTERLEAVED, C)
     return dk, dv
 
 
@@ -289,18 +300,12 @@ def _consume(
     ends = (sums, shelves, 2 * blocks - SHELVES, out, grad)
     n = 0  # tiles, and blocks, that were taken
     b = 0
-    # Of the tile whose ∂Q is due: where it stands, whether it has sums, its keys
-    due_row = 0
-    due_column = 0
+    # The tile whose ∂Q is due: its head, its number, and of which keys
+    due_unit = 0
     due_tile = 0
-    due_place = 0
-    due_some = n > 0
-    due_diagonal = n > 0
+    due_j = 0
     due_keys = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row = unit // heads * blocks * 128
-        column = unit % heads * 64
-        place = unit // heads * turn[2]
         for j in range(blocks):
             held = b & 1
             mbarrier.wait(keys_full.index(held), (b >> 1) & 1)
@@ -312,19 +317,15 @@ def _consume(
             dv = gl.zeros([64, 64], gl.float32, _SUMS)
             for m in range(j, blocks):
                 for parity in gl.static_range(2):
-                    where = (due_row, due_column, due_tile, due_place)
-                    due = (where, due_some, due_diagonal, due_keys)
-                    how = (m == j, due, turn, ends)
+                    due = (due_unit, due_tile, due_j, due_keys)
+                    how = (m == j, due, turn, ends, sizes)
                     dk, dv = _tile(
                         (dk, dv), (k, v), rings, bars, n, how, STAGES, INTERLEAVED, parity, C
                     )
                     if parity == C:
-                        due_row = row + m * 128 + 64 * parity
-                        due_column = column
+                        due_unit = unit
                         due_tile = 2 * m + parity
-                        due_place = place + 2 * m + parity
-                        due_some = j > 0
-                        due_diagonal = m == j
+                        due_j = j
                         due_keys = held
                     elif C == 1:  # nothing is due any more with the keys before
                         done = (m == j) & (n > 0)
@@ -332,22 +333,22 @@ def _consume(
                     n += 1
             if C == 0:
                 mbarrier.arrive(keys_empty.index(held), count=1)
-            tables = _tables(turn, place + 2 * j + C, j >= 0, INTERLEAVED)
+            tables = _tables(turn, unit, 2 * j + C, sizes, INTERLEAVED)
             tma.store_wait(0)
             out.index(2 * C + 1).store(dv.to(gl.bfloat16))
             out.index(2 * C).store(_turned_back(dk, tables, INTERLEAVED))
             fence_async_shared()
-            at = row + j * 128 + 64 * C
-            of_v = [at, column + 2 * heads * 64]
+            row, column = _corner(unit, sizes)
+            row += j * 128 + 64 * C
+            of_v = [row, column + 2 * heads * 64]
             tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
-            tma.async_copy_shared_to_global(grad, [at, column + heads * 64], out.index(2 * C))
+            tma.async_copy_shared_to_global(grad, [row, column + heads * 64], out.index(2 * C))
             b += 1
     if C == 1:
         dq = _product_due(rings[3], keys.index(due_keys), bars[1], n - 1, C)
-        tables = _tables(turn, due_place, due_diagonal, INTERLEAVED)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        where = (due_row, due_column, due_tile, due_place)
-        _finish(dq, (where, due_some, due_diagonal, due_keys), tables, ends, INTERLEAVED, C)
+        due = (due_unit, due_tile, due_j, due_keys)
+        _finish(dq, due, turn, ends, sizes, INTERLEAVED, C)
     tma.store_wait(0)
 
 
@@ -362,8 +363,7 @@ def _load(joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: g
     n = 0
     b = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row = unit // heads * blocks * 128
-        column = unit % heads * 64
+        row, column = _corner(unit, sizes)
         for j in range(blocks):
             held = b & 1
             mbarrier.wait(keys_empty.index(held), ((b >> 1) & 1) ^ 1)
