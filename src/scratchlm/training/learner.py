@@ -271,7 +271,11 @@ _DEAR = {
 
 
 # By name: they are there only where they have run.
-_DEAR_OF_OURS = {"scratchlm::swiglu", "scratchlm::causal_attention"}
+_DEAR_OF_OURS = {
+    "scratchlm::swiglu",
+    "scratchlm::turned_product",
+    "scratchlm::causal_attention",
+}
 
 
 def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
