@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ops.gpu import heard, loss_and_gradients, on_hopper, relative_error
-from ops.test_project_heads import CALLS as PRODUCTS
-from ops.test_project_heads import angles, tables_of
+from ops.turned import CALLS as PRODUCTS
+from ops.turned import LAYOUTS, angles, tables_of
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.attention import MultiHeadSelfAttention, Scene
@@ -20,7 +20,6 @@ from scratchlm.ops import OPS, CausalMask, fast, hopper, reference
 from scratchlm.ops.kernels import attend_back, project_heads
 from scratchlm.training.learner import _PartlyRecomputed, _recomputed
 
-LAYOUTS = ("interleaved", "half")
 CALLS = []
 
 
@@ -54,7 +53,6 @@ def stand_in(joined, mixed, slope, log_sums, lines, interleaved):
 
 
 attend_back.through_attention.register_kernel("cpu")(stand_in)
-# For the projection, what that test registers stands.
 
 
 @pytest.fixture(autouse=True)
