@@ -103,10 +103,11 @@ class MultiHeadSelfAttention(nn.Module):
             mask = replace(mask, window=self.sliding_window)
         parts = self._parts(scene.rotation)
         if parts is not None and scene.cache is None and self.q_norm is None:
+            # All of what follows by one operation, where a GPU has it
             at_once = self.ops.attended(x, *parts, mask)
             if at_once is not None:
                 return self.output_proj(at_once)
-        q, k, v = self._project(x, scene.rotation)  # each (*batch, its heads, seq, d_head)
+        q, k, v = self._project(x, scene.rotation, parts)  # each (*batch, its heads, seq, d_head)
         if scene.cache is not None:
             k, v = scene.cache.update(self.layer, k, v)
         mixed = self.ops.attention(q, k, v, mask)
@@ -125,9 +126,11 @@ class MultiHeadSelfAttention(nn.Module):
             (by.cos, by.sin, self.rope.layout, by.lines),
         )
 
-    def _project(self, x: Tensor, by: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, by: Rotation | None, parts: Parts | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, the first two normed and turned as the model has it."""
-        maps, parts = (self.q_proj, self.k_proj, self.v_proj), self._parts(by)
+        maps = (self.q_proj, self.k_proj, self.v_proj)
         if parts is not None:
             at_once = self.ops.turned_heads(x, *parts, _gains(self.q_norm, self.k_norm))
             if at_once is not None:
