@@ -44,7 +44,9 @@ def turn_back(dq, dk, dv, joined, cos, sin, q_gain, k_gain, eps, interleaved):
 
 
 project_heads._turned_product.register_kernel("cpu")(product)
-heads.turn_heads_back.register_kernel("cpu")(turn_back)
+# Beside a GPU nothing interprets kernels on the CPU.
+on_cpu = turn_back if torch.cuda.is_available() else heads.heads_backward
+heads.turn_heads_back.register_kernel("cpu")(on_cpu)
 
 
 def angles(*shape):
