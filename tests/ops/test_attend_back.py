@@ -17,7 +17,7 @@ from scratchlm.model import TransformerLM
 from scratchlm.model.attention import MultiHeadSelfAttention, Scene
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import OPS, CausalMask, fast, hopper, reference
-from scratchlm.ops.kernels import attend_back, project_heads
+from scratchlm.ops.kernels import attend_back, project_heads, row_stats
 from scratchlm.training.learner import _PartlyRecomputed, _recomputed
 
 CALLS = []
@@ -107,7 +107,7 @@ def test_row_stats_are_powers_and_sums_by_head(batch, heads, seq):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mixed, slope = (torch.randn(batch, seq, heads * 64, device=device) for _ in range(2))
     log_sums = torch.randn(batch, heads, seq, 1, device=device)
-    shift, delta = attend_back.row_stats(mixed, slope, log_sums)
+    shift, delta = row_stats.row_stats(mixed, slope, log_sums)
     torch.testing.assert_close(torch.exp2(-shift), log_sums.squeeze(-1).exp(), atol=0, rtol=1e-5)
     sums = (mixed.double() * slope.double()).unflatten(-1, (heads, 64)).sum(-1).transpose(1, 2)
     torch.testing.assert_close(delta.double(), sums, atol=1e-4, rtol=1e-5)
@@ -255,7 +255,7 @@ def test_the_kernel_is_its_formula(batch, seq, heads, own_places, layout, progra
     assert relative_error(by_head, truth) < 4e-3
     assert relative_error(log_sums, true_sums) < 1e-3
     mixed = by_head.transpose(1, 2).reshape(batch, seq, -1)
-    stats = attend_back.row_stats(mixed, slope, log_sums)
+    stats = row_stats.row_stats(mixed, slope, log_sums)
     got = attend_back.attend_back(joined, slope, stats, lines, layout == "interleaved", programs)
     true_mixed = truth.transpose(1, 2).flatten(2)
     right = through(

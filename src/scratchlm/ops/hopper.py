@@ -2,9 +2,9 @@
 
 Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
 gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
-exponentials of the loss (`kernels/exp_product.py`). Attention's backward pass is one of them too
-(`kernels/attend_back.py`). Elsewhere cuBLAS multiplies, as it does
-wherever there is nothing to do at the end of a tile. Its clusters decode
+exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does
+wherever there is nothing to do at the end of a tile. Attention's backward pass is one kernel
+(`kernels/attend_back.py`); elsewhere it is cuDNN's. Its clusters decode
 (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is experimental: for
 the versions of Triton they were tried with.
 """
@@ -21,8 +21,8 @@ from scratchlm.ops.kernels import is_current
 VERSIONS = ("3.6", "3.7")
 # A result smaller than this leaves some of 132 multiprocessors without a tile of 128 × 128.
 LEAST = 132 * 128 * 128
-# Attention's backward pass is faster than cuDNN's up to so many tokens, from such a share on of
-# multiprocessors that have a head to work on.
+# Attention's backward pass is faster than cuDNN's up to so many tokens, where at least such a share
+# of the multiprocessors' rounds has a head to work on.
 LONGEST, LEAST_BUSY = 2048, 0.75
 
 
@@ -64,7 +64,7 @@ def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
 def takes_attention(x: Tensor, heads: tuple[int, int]) -> bool:
     """Whether attention's backward pass is for this input, which `takes_heads`.
 
-    Each multiprocessor takes whole heads: their number must occupy nearly all, or nearly all again.
+    A multiprocessor takes whole heads, one after the other: few may be idle in the last round.
     """
     batch, seq, _ = x.shape
     if heads[0] != heads[1] or seq % 128 or seq > LONGEST or not _may_ask_cudnn():
