@@ -233,7 +233,7 @@ KINDS = {
     "products with the gate inside": ("_forward", "_back"),
     "products with the rotation inside": ("_project",),
     "the head and its exponentials": ("_exp_product",),
-    "attention": ("fmha", "flash", "sdpa", "cudnn", "_attend_back", "_row_stats"),
+    "attention": ("fmha", "flash", "sdpa", "cudnn", "_attend", "_row_stats", "_turn_sums"),
     "products": ("gemm", "nvjet", "cutlass", "cublas"),
     "the gate": ("_gate_rows", "_gate_rows_back"),
     "heads cut, turned and joined": ("_cut_heads", "_join_heads"),

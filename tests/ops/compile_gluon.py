@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from scratchlm.ops.kernels import (
+    attend,
     attend_back,
     exp_product,
     project_attend,
@@ -33,12 +34,16 @@ KERNELS = [
     (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": False}),
 ]
 STATS = f"tensordesc<fp32[1, 64],{attend_back.NUMBERS!r}>"
-HEADS = [SMALL, TALL, SMALL, SMALL, STATS, "*fp32", "*fp32"]
+HEADS = [SMALL, TALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
 OF_HEADS = {"STAGES": attend_back.STAGES, "SHELVES": attend_back.SHELVES}
 KERNELS += [
-    (attend_back._attend_back, HEADS, {**OF_HEADS, "INTERLEAVED": turned})
+    (attend_back._attend_back, HEADS, {**OF_HEADS, "INTERLEAVED": turned, "CUT": cut})
     for turned in (True, False)
+    for cut in (False, True)
 ]
+FORWARD = {"STAGES": attend.STAGES, "REGISTERS": attend.REGISTERS}
+KERNELS += [(attend._attend, [SMALL, SMALL, "*fp32", "*i32"], FORWARD)]
+COUNTS = (*turns.SIZES, *attend_back.COUNTS, *attend.COUNTS)
 
 
 def compiled(kernel, arguments, constants):
@@ -51,13 +56,13 @@ def compiled(kernel, arguments, constants):
     }
     common = {name: getattr(turns, name) for name in ("STAGES", "GROUP", "REGISTERS")}
     whole = {name: value for name, value in common.items() if name in names} | constants
-    sizes = [name for name in (*turns.SIZES, *attend_back.COUNTS) if name in names]
+    sizes = [name for name in COUNTS if name in names]
     kinds |= dict.fromkeys(sizes, "i32") | dict.fromkeys(whole, "constexpr")
     places = {(names.index(name),): value for name, value in whole.items()}
     whole = {name for name, kind in kinds.items() if kind.startswith("*")}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = GluonASTSource(kernel, kinds, constexprs=places, attrs=attrs)
-    options = {"num_warps": 4, "maxnreg": 168}
+    options = {"num_warps": 4, "maxnreg": 96 if kernel is attend._attend else 168}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -3,10 +3,10 @@
 Products on its tensor cores do at the end of a tile what would be a kernel of its own: SwiGLU's
 gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
 exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does
-wherever there is nothing to do at the end of a tile. Attention's backward pass is one kernel
-(`kernels/attend_back.py`); elsewhere it is cuDNN's. Its clusters decode
-(`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is experimental: for
-the versions of Triton they were tried with.
+wherever there is nothing to do at the end of a tile. Attention over heads of 64 channels trains by
+a kernel each way (`kernels/attend.py`, `kernels/attend_back.py`); elsewhere it is cuDNN's. Its
+clusters decode (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is
+experimental: for the versions of Triton they were tried with.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from scratchlm.ops.kernels import is_current
 VERSIONS = ("3.6", "3.7")
 # A result smaller than this leaves some of 132 multiprocessors without a tile of 128 × 128.
 LEAST = 132 * 128 * 128
-# Attention's backward pass is faster than cuDNN's up to so many tokens, where at least such a share
-# of the multiprocessors' rounds has a head to work on.
+# Attention's backward pass takes heads up to LONGEST tokens whole, where at least such a share of
+# the multiprocessors' rounds has one to work on; from CUT tokens on it takes them in blocks of 128
+# keys, so many for each multiprocessor. Between these, and with fewer, cuDNN is faster.
 LONGEST, LEAST_BUSY = 2048, 0.75
+CUT, LEAST_BLOCKS = 4096, 2
 
 
 def _is_known() -> bool:
@@ -62,15 +64,18 @@ def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def takes_attention(x: Tensor, heads: tuple[int, int]) -> bool:
-    """Whether attention's backward pass is for this input, which `takes_heads`.
+    """Whether attention's kernels are for this input, which `takes_heads`.
 
-    A multiprocessor takes whole heads, one after the other: few may be idle in the last round.
+    Sums over the blocks of a head are taken in any order: not where runs are to be repeatable.
     """
     batch, seq, _ = x.shape
-    if heads[0] != heads[1] or seq % 128 or seq > LONGEST or not _may_ask_cudnn():
+    if heads[0] != heads[1] or seq % 128 or not _may_attend_at_once():
         return False
     units, many = batch * heads[0], _multiprocessors(x.device.index)
-    return units >= LEAST_BUSY * many * -(-units // many)
+    if seq <= LONGEST:
+        return units >= LEAST_BUSY * many * -(-units // many)
+    enough = seq >= CUT and units * (seq // 128) >= LEAST_BLOCKS * many
+    return enough and not torch.are_deterministic_algorithms_enabled()
 
 
 @torch.compiler.assume_constant_result
@@ -79,8 +84,8 @@ def _multiprocessors(device: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _may_ask_cudnn() -> bool:
-    return torch.backends.cuda.cudnn_sdp_enabled()  # for the forward pass
+def _may_attend_at_once() -> bool:
+    return torch.backends.cuda.cudnn_sdp_enabled()  # else somebody has chosen how to attend
 
 
 def takes_head(rows: Tensor, head: Tensor) -> bool:

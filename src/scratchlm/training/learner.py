@@ -274,6 +274,7 @@ _DEAR = {
 _DEAR_OF_OURS = {
     "scratchlm::swiglu",
     "scratchlm::turned_product",
+    "scratchlm::attend_heads",
     "scratchlm::causal_attention",
 }
 

@@ -7,10 +7,10 @@
 the product that Q, K and V are views of. As kernels of their own, cuDNN's two around its backward
 pass and ours after it carry all of that to the memory and back.
 
-A program takes a head at a time, and its keys in blocks of 128. It is made of a loading warp, which
-fills a ring with tiles of 64 queries and what belongs to them, and two consumers of four warps.
-Consumer c has 64 of the keys. Keys are rows: Sᵀ and ∂Pᵀ are summed in its registers, Pᵀ and ∂Sᵀ are
-multiplied from them, ∂K and ∂V stay in them until all queries have passed.
+A program takes keys in blocks of 128, of all heads that are its own. It is made of a loading warp,
+which fills a ring with tiles of 64 queries and what belongs to them, and two consumers of four
+warps. Consumer c has 64 of the keys. Keys are rows: Sᵀ and ∂Pᵀ are summed in its registers, Pᵀ and
+∂Sᵀ are multiplied from them, ∂K and ∂V stay in them until all queries have passed.
 
 ∂Q is a sum over keys: of both consumers, then of all blocks. So ∂Sᵀ passes through shared memory, a
 tile i's ∂Q is consumer (i mod 2)'s, and is computed a tile later, when the other has surely come so
@@ -18,6 +18,10 @@ far. What it amounts to lies between two blocks as the threads hold it: the last
 are read most often, on shelves in shared memory, the others' in the memory. Blocks go upwards: the
 first tiles of each, on the diagonal, see their last key, and leave. All sums are taken in one
 order: the same numbers give the same bits.
+
+Long sequences have too few heads for that, and sums too long for the L2 cache. Their heads are cut:
+the blocks are shared out over the programs, who add all of ∂Q to sums in the memory as they come to
+it, and a kernel of its own turns these back (`turn_sums.py`). The order is not always the same.
 
 What waits for what:
 
@@ -49,16 +53,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from scratchlm.ops.hopper import LONGEST
 from scratchlm.ops.kernels.row_stats import row_stats
-from scratchlm.ops.kernels.turns import REGISTERS, described, power_of_two
+from scratchlm.ops.kernels.shares import how_many, shared_out, taken
+from scratchlm.ops.kernels.turn_sums import turn_sums
+from scratchlm.ops.kernels.turns import REGISTERS, barriers, described, meet, power_of_two
 
 WIDTH, BLOCK = 64, 128  # of a head; keys at a time
 STAGES = 3
 SHELVES = 4
-COUNTS = ["units", "heads", "blocks", "places", "step"]  # none is compiled in
+COUNTS = ["heads", "blocks", "longest", "places", "step"]  # none is compiled in
 NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-_meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of all threads; Triton 3.7 or 3.6
 _SCALE = gl.constexpr(0.125)  # 1/√64
 _TO_POWERS = gl.constexpr(0.125 / math.log(2))
 _TILE = gl.constexpr(64 * 64)
@@ -140,7 +146,7 @@ def _angles(lines, place, INTERLEAVED: gl.constexpr):
 def _tables(turn, unit, tile, sizes, INTERLEAVED: gl.constexpr):
     """Return cos and sin of a tile's tokens."""
     lines, places, step = turn
-    place = unit // sizes[1] * step + tile
+    place = unit // sizes[0] * step + tile
     c = _angles(lines, place, INTERLEAVED)
     return c, _angles(lines, places + place, INTERLEAVED)
 
@@ -191,7 +197,7 @@ def _pass_on(ds, slopes, bars, n, PARITY: gl.constexpr, C: gl.constexpr):
     mbarrier.wait(empty.index(PARITY), ((n >> 1) & 1) ^ 1)
     slopes.index(PARITY).slice(64 * C, 64).store(ds)
     fence_async_shared()
-    _meet()
+    meet()
     mbarrier.arrive(full.index(PARITY), count=1)
 
 
@@ -205,18 +211,22 @@ def _product_due(slopes, keys, bars, n, C: gl.constexpr):
 @gluon.jit
 def _corner(unit, sizes):
     """Return the row and the column where a head's queries begin."""
-    _, heads, blocks = sizes
+    heads, blocks, _ = sizes
     return unit // heads * blocks * 128, unit % heads * 64
 
 
 @gluon.jit
-def _finish(dq, due, turn, ends, sizes, INTERLEAVED: gl.constexpr, C: gl.constexpr):
+def _finish(
+    dq, due, turn, ends, sizes, INTERLEAVED: gl.constexpr, CUT: gl.constexpr, C: gl.constexpr
+):
     """Put a tile of ∂Q aside, or write it out where its sums are complete."""
     unit, tile, j, _ = due
     sums, shelves, first_shelf, out, grad = ends
     place = sums + tile * _TILE + gl.arange(0, _TILE, _LINES)
     shelf = tile - first_shelf
-    if tile >> 1 == j:
+    if CUT:  # others add to them too
+        _add(place + unit.to(gl.int64) * sizes[1] * 2 * _TILE, dq)
+    elif tile >> 1 == j:
         tables = _tables(turn, unit, tile, sizes, INTERLEAVED)
         whole = _with_sums(dq, place, shelves, shelf, j > 0)
         tma.store_wait(0)  # of the block before: long since read out
@@ -238,6 +248,7 @@ def _tile(
     how,
     STAGES: gl.constexpr,
     INTERLEAVED: gl.constexpr,
+    CUT: gl.constexpr,
     PARITY: gl.constexpr,
     C: gl.constexpr,
 ):
@@ -272,15 +283,13 @@ def _tile(
         mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(bars[1][1].index(C), count=1, pred=n > 0)
         if n > 0:
-            _finish(dq, due, turn, ends, sizes, INTERLEAVED, C)
+            _finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
     return dk, dv
 
 
 @gluon.jit
 def _consume(
-    grad,
-    turn,
-    sums,
+    work,
     rings,
     rest,
     bars,
@@ -288,118 +297,107 @@ def _consume(
     STAGES: gl.constexpr,
     SHELVES: gl.constexpr,
     INTERLEAVED: gl.constexpr,
+    CUT: gl.constexpr,
     C: gl.constexpr,
 ):
-    units, heads, blocks = sizes
+    plan, grad, turn, sums = work
+    heads, blocks, longest = sizes
     values, shelves, out = rest
     keys = rings[2]
     keys_full, keys_empty = bars[2]
     values_full, values_empty = bars[3]
-    sums += gl.program_id(0).to(gl.int64) * blocks * 2 * _TILE
+    if not CUT:
+        sums += gl.program_id(0).to(gl.int64) * blocks * 2 * _TILE
     ends = (sums, shelves, 2 * blocks - SHELVES, out, grad)
-    n = 0  # tiles, and blocks, that were taken
-    b = 0
+    n = 0  # tiles that were taken
     # The tile whose ∂Q is due: its head, its number, and of which keys
     due_unit = 0
     due_tile = 0
     due_j = 0
     due_keys = 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        for j in range(blocks):
-            held = b & 1
-            mbarrier.wait(keys_full.index(held), (b >> 1) & 1)
-            k = keys.index(held).slice(64 * C, 64).load(_LEFT)
-            mbarrier.wait(values_full.index(0), b & 1)
-            v = values.index(0).slice(64 * C, 64).load(_LEFT)
-            mbarrier.arrive(values_empty.index(0), count=1)
-            dk = gl.zeros([64, 64], gl.float32, _SUMS)
-            dv = gl.zeros([64, 64], gl.float32, _SUMS)
-            for m in range(j, blocks):
-                for parity in gl.static_range(2):
-                    due = (due_unit, due_tile, due_j, due_keys)
-                    how = (m == j, due, turn, ends, sizes)
-                    dk, dv = _tile(
-                        (dk, dv), (k, v), rings, bars, n, how, STAGES, INTERLEAVED, parity, C
-                    )
-                    if parity == C:
-                        due_unit = unit
-                        due_tile = 2 * m + parity
-                        due_j = j
-                        due_keys = held
-                    elif C == 1:  # nothing is due any more with the keys before
-                        done = (m == j) & (n > 0)
-                        mbarrier.arrive(keys_empty.index(1 - held), count=1, pred=done)
-                    n += 1
-            if C == 0:
-                mbarrier.arrive(keys_empty.index(held), count=1)
-            tables = _tables(turn, unit, 2 * j + C, sizes, INTERLEAVED)
-            tma.store_wait(0)
-            out.index(2 * C + 1).store(dv.to(gl.bfloat16))
-            out.index(2 * C).store(_turned_back(dk, tables, INTERLEAVED))
-            fence_async_shared()
-            row, column = _corner(unit, sizes)
-            row += j * 128 + 64 * C
-            of_v = [row, column + 2 * heads * 64]
-            tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
-            tma.async_copy_shared_to_global(grad, [row, column + heads * 64], out.index(2 * C))
-            b += 1
+    for r in range(how_many(plan, longest)):
+        unit, j = taken(plan, longest, r, blocks)
+        held = r & 1
+        mbarrier.wait(keys_full.index(held), (r >> 1) & 1)
+        k = keys.index(held).slice(64 * C, 64).load(_LEFT)
+        mbarrier.wait(values_full.index(0), r & 1)
+        v = values.index(0).slice(64 * C, 64).load(_LEFT)
+        mbarrier.arrive(values_empty.index(0), count=1)
+        dk = gl.zeros([64, 64], gl.float32, _SUMS)
+        dv = gl.zeros([64, 64], gl.float32, _SUMS)
+        for m in range(j, blocks):
+            for parity in gl.static_range(2):
+                due = (due_unit, due_tile, due_j, due_keys)
+                how = (m == j, due, turn, ends, sizes)
+                both = (dk, dv)
+                dk, dv = _tile(
+                    both, (k, v), rings, bars, n, how, STAGES, INTERLEAVED, CUT, parity, C
+                )
+                if parity == C:
+                    due_unit = unit
+                    due_tile = 2 * m + parity
+                    due_j = j
+                    due_keys = held
+                elif C == 1:  # nothing is due any more with the keys before
+                    done = (m == j) & (n > 0)
+                    mbarrier.arrive(keys_empty.index(1 - held), count=1, pred=done)
+                n += 1
+        if C == 0:
+            mbarrier.arrive(keys_empty.index(held), count=1)
+        tables = _tables(turn, unit, 2 * j + C, sizes, INTERLEAVED)
+        tma.store_wait(0)
+        out.index(2 * C + 1).store(dv.to(gl.bfloat16))
+        out.index(2 * C).store(_turned_back(dk, tables, INTERLEAVED))
+        fence_async_shared()
+        row, column = _corner(unit, sizes)
+        row += j * 128 + 64 * C
+        of_v = [row, column + 2 * heads * 64]
+        tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
+        tma.async_copy_shared_to_global(grad, [row, column + heads * 64], out.index(2 * C))
     if C == 1:
         dq = _product_due(rings[3], keys.index(due_keys), bars[1], n - 1, C)
         dq = warpgroup_mma_wait(0, deps=[dq])
         due = (due_unit, due_tile, due_j, due_keys)
-        _finish(dq, due, turn, ends, sizes, INTERLEAVED, C)
+        _finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _load(joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: gl.constexpr):
+def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: gl.constexpr):
     """The loading warp."""
-    units, heads, blocks = sizes
+    heads, blocks, longest = sizes
     queries, slopes_out, keys, _, shifts, deltas = rings
     full, empty = bars[0]
     keys_full, keys_empty = bars[2]
     values_full, values_empty = bars[3]
     n = 0
-    b = 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+    for r in range(how_many(plan, longest)):
+        unit, j = taken(plan, longest, r, blocks)
         row, column = _corner(unit, sizes)
-        for j in range(blocks):
-            held = b & 1
-            mbarrier.wait(keys_empty.index(held), ((b >> 1) & 1) ^ 1)
-            bar = keys_full.index(held)
-            mbarrier.expect(bar, 128 * 64 * 2)
-            at = row + j * 128
-            of_k = [at, column + heads * 64]
-            tma.async_copy_global_to_shared(blocks_of, of_k, bar, keys.index(held))
-            mbarrier.wait(values_empty.index(0), (b & 1) ^ 1)
-            bar = values_full.index(0)
-            mbarrier.expect(bar, 128 * 64 * 2)
-            of_v = [at, column + 2 * heads * 64]
-            tma.async_copy_global_to_shared(blocks_of, of_v, bar, values.index(0))
-            for i in range(2 * j, 2 * blocks):
-                s = n % STAGES
-                mbarrier.wait(empty.index(s), ((n // STAGES) & 1) ^ 1)
-                bar = full.index(s)
-                mbarrier.expect(bar, 2 * 64 * 64 * 2 + 2 * 64 * 4)
-                where = [row + i * 64, column]
-                tma.async_copy_global_to_shared(joined, where, bar, queries.index(s))
-                tma.async_copy_global_to_shared(d_out, where, bar, slopes_out.index(s))
-                at = unit * blocks * 128 + i * 64
-                tma.async_copy_global_to_shared(stats, [0, at], bar, shifts.index(s))
-                tma.async_copy_global_to_shared(stats, [1, at], bar, deltas.index(s))
-                n += 1
-            b += 1
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, OF_FULL: gl.constexpr, OF_EMPTY: gl.constexpr):
-    """Return that many for `full` and for `empty`, and how many arrivals pass one."""
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(COUNT):
-        mbarrier.init(full.index(b), count=OF_FULL)
-        mbarrier.init(empty.index(b), count=OF_EMPTY)
-    return full, empty
+        held = r & 1
+        mbarrier.wait(keys_empty.index(held), ((r >> 1) & 1) ^ 1)
+        bar = keys_full.index(held)
+        mbarrier.expect(bar, 128 * 64 * 2)
+        at = row + j * 128
+        of_k = [at, column + heads * 64]
+        tma.async_copy_global_to_shared(blocks_of, of_k, bar, keys.index(held))
+        mbarrier.wait(values_empty.index(0), (r & 1) ^ 1)
+        bar = values_full.index(0)
+        mbarrier.expect(bar, 128 * 64 * 2)
+        of_v = [at, column + 2 * heads * 64]
+        tma.async_copy_global_to_shared(blocks_of, of_v, bar, values.index(0))
+        for i in range(2 * j, 2 * blocks):
+            s = n % STAGES
+            mbarrier.wait(empty.index(s), ((n // STAGES) & 1) ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(bar, 2 * 64 * 64 * 2 + 2 * 64 * 4)
+            where = [row + i * 64, column]
+            tma.async_copy_global_to_shared(joined, where, bar, queries.index(s))
+            tma.async_copy_global_to_shared(d_out, where, bar, slopes_out.index(s))
+            at = unit * blocks * 128 + i * 64
+            tma.async_copy_global_to_shared(stats, [0, at], bar, shifts.index(s))
+            tma.async_copy_global_to_shared(stats, [1, at], bar, deltas.index(s))
+            n += 1
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -411,15 +409,17 @@ def _attend_back(
     stats,
     lines,
     sums,
-    units,
+    plan,
     heads,
     blocks,
+    longest,
     places,
     step,
     STAGES: gl.constexpr,
     SHELVES: gl.constexpr,
     REGISTERS: gl.constexpr,
     INTERLEAVED: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], joined.layout)
     slopes_out = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], joined.layout)
@@ -431,23 +431,21 @@ def _attend_back(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shelves = gl.allocate_shared_memory(gl.float32, [SHELVES, _TILE], flat)
     out = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], joined.layout)
-    bars = (_barriers(STAGES, 1, 2), _barriers(2, 2, 1), _barriers(2, 1, 2), _barriers(1, 1, 2))
+    of_ring = (barriers(STAGES, 1), barriers(STAGES, 2))
+    of_slopes = (barriers(2, 2), barriers(2, 1))
+    of_keys = (barriers(2, 1), barriers(2, 2))
+    of_values = (barriers(1, 1), barriers(1, 2))
+    bars = (of_ring, of_slopes, of_keys, of_values)
     fence_async_shared()
     rings = (queries, slopes_out, keys, slopes, shifts, deltas)
-    sizes = (units, heads, blocks)
-    turn = (lines, places, step)
+    sizes = (heads, blocks, longest)
+    work = (plan, grad, (lines, places, step), sums)
     rest = (values, shelves, out)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (grad, turn, sums, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, 0),
-            ),
-            (
-                _consume,
-                (grad, turn, sums, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, 1),
-            ),
-            (_load, (joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES)),
+            (_consume, (work, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, CUT, 0)),
+            (_consume, (work, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, CUT, 1)),
+            (_load, (plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 504 - 2 * REGISTERS],
@@ -463,11 +461,13 @@ def attend_back(
     stats: Tensor,
     lines: Tensor,
     interleaved: bool,
+    cut: bool = False,
     programs: int = 0,
 ) -> Tensor:
     """Return the gradient of the joined product (batch, seq, 3 · heads · 64) before it was turned.
 
-    The tables in `lines` serve each sequence, or are as long as all of them together.
+    The tables in `lines` serve each sequence, or are as long as all of them together. Heads are
+    `cut` into blocks of keys, or taken whole.
     """
     batch, seq, columns = joined.shape
     heads, blocks = columns // (3 * WIDTH), seq // BLOCK
@@ -476,24 +476,33 @@ def attend_back(
     if programs == 0:
         programs = torch.cuda.get_device_properties().multi_processor_count
     units = batch * heads
-    programs = min(units, programs)
-    sums = joined.new_empty(programs, seq, WIDTH, dtype=torch.float32)
+    if cut:
+        programs = min(units * blocks, programs)
+        sums = joined.new_zeros(units, seq, WIDTH, dtype=torch.float32)
+    else:
+        programs = min(units, programs)
+        sums = joined.new_empty(programs, seq, WIDTH, dtype=torch.float32)
+    costs = tuple(range(blocks + 1, 1, -1))  # what is done once a block takes about as long as one
+    plan = shared_out(units, costs, programs, joined.device, whole=not cut)
     rows, places = joined.view(-1, columns), lines.numel() // (2 * 64 * WIDTH // 2)
+    step = 0 if places == 2 * blocks else 2 * blocks
     _attend_back[(programs,)](
         described(rows, 64, 64),
         described(rows, BLOCK, 64),
         described(d_mixed.view(batch * seq, -1), 64, 64),
         described(grad.view(-1, columns), 64, 64),
         TensorDescriptor.from_tensor(stats.view(2, -1), [1, 64], NUMBERS),
-        *(lines, sums, units, heads, blocks, places),
-        0 if places == 2 * blocks else 2 * blocks,
+        *(lines, sums, plan, heads, blocks, plan.shape[1], places, step),
         STAGES=STAGES,
         SHELVES=SHELVES,
         REGISTERS=REGISTERS,
         INTERLEAVED=interleaved,
+        CUT=cut,
         num_warps=4,
         maxnreg=168,  # 65,536 shared out over 12 warps, before they are given their own
     )
+    if cut:
+        turn_sums(sums, lines, grad, interleaved)
     return grad
 
 
@@ -511,7 +520,7 @@ def through_attention(
 ) -> Tensor:
     """Return the gradient of the joined product, where that of what was mixed is `d_mixed`."""
     stats = row_stats(mixed, d_mixed, log_sums)
-    return attend_back(joined, d_mixed, stats, lines, interleaved)
+    return attend_back(joined, d_mixed, stats, lines, interleaved, joined.shape[1] > LONGEST)
 
 
 @through_attention.register_fake

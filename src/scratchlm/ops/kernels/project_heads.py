@@ -6,7 +6,8 @@ As a kernel of its own (`heads.py`), turning reads what the product has just wri
 once more. Here a tile is two heads of 64 channels, and both channels of a pair are one thread's:
 they are turned before they are rounded, and q, k and v are views of what the product writes. How
 the products run, and what waits for what: `turns.py`. Where attention is plainly causal, it is part
-of the same operation (`attended`): its backward pass (`attend_back.py`) turns back as it writes.
+of the same operation (`attended`): it reads them there (`attend.py`), and its backward pass
+(`attend_back.py`) turns back as it writes.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
@@ -23,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from scratchlm.ops.kernels.attend import attend_heads
 from scratchlm.ops.kernels.attend_back import through_attention
 from scratchlm.ops.kernels.heads import turn_heads_back
 from scratchlm.ops.kernels.turns import (
@@ -246,15 +248,8 @@ def projected(
     return q, k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what causal attention mixes (batch, heads, seq, 64), and L, by cuDNN."""
-    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-    mixed, log_sums, *_ = attention(q, k, v, None, True, 0.0, True)
-    return mixed, log_sums
-
-
 class _Attended(torch.autograd.Function):
-    """Heads from their projection to what attention mixes; backward in one kernel, and products."""
+    """Heads from their projection to what attention mixes; but for products, a kernel each way."""
 
     @staticmethod
     def forward(
@@ -263,8 +258,7 @@ class _Attended(torch.autograd.Function):
         batch, seq, d = x.shape
         joined = _turned_product(x.reshape(-1, d), w, lines, 2 * heads * WIDTH, interleaved)
         joined = joined.view(batch, seq, -1)
-        by_head, log_sums = attend(*_cut(joined, heads, heads))
-        mixed = by_head.transpose(1, 2).reshape(batch, seq, -1)
+        mixed, log_sums = attend_heads(joined)
         ctx.save_for_backward(x, w, joined, mixed, log_sums, lines)
         ctx.interleaved = interleaved
         return mixed

@@ -46,6 +46,8 @@ REGISTERS = 240  # of a consumer's thread; the loader has what is left of 504
 SIZES = ["tiles_down", "tiles_across", "depth"]
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of a part's threads; Triton 3.7 or 3.6
+
 
 @gluon.jit
 def place(tile, tiles_down, tiles_across, GROUP: gl.constexpr):
@@ -127,11 +129,11 @@ def taken_in_turn(rings, bars, i, depth, STAGES: gl.constexpr, C: gl.constexpr, 
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    """Return that many, each passed by one arrival."""
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return that many, each passed by so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(COUNT):
-        mbarrier.init(bars.index(b), count=1)
+        mbarrier.init(bars.index(b), count=ARRIVALS)
     return bars
 
 
@@ -144,7 +146,7 @@ def shared(x, w, y, STAGES: gl.constexpr, BUFFERS: gl.constexpr, FLIP: gl.conste
     else:
         b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], w.layout)
     out = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, 128, 64], y.layout)
-    bars = (_barriers(STAGES), _barriers(STAGES), _barriers(2))
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1))
     fence_async_shared()
     return (a_ring, b_ring), out, bars
 
