@@ -3,10 +3,11 @@
     S = Q Kᵀ/8,    O = Σ exp(S − m) V / Σ exp(S − m),    L = m + log Σ exp(S − m)
 
 over the keys a query sees. For any m these are the same numbers, as long as none is too large or
-too small: so m is the largest of the first tile's scores, not a maximum that runs along, for which
-every tile would compare all of its scores and correct all sums. Tiles are taken downwards: the
-first one, on the diagonal, has a key for every query, so no sum of exponentials is below 1. Where
-one is above 2⁶⁴ in the end, the queries are taken once more, with a running maximum.
+too small: so m is the largest of one tile's scores, not a maximum that runs along, for which every
+tile would compare all of its scores and correct all sums. Tiles are taken downwards; the first, on
+the diagonal, gives m, with the keys that it hides: a query that sees one key there would know
+little. Where a sum of exponentials is not between 2⁻⁶⁴ and 2⁶⁴ in the end, 44 nats either way, its
+tile of queries is taken once more, with a running maximum.
 
 A program is made of a loading warp, which fills a ring with tiles of 64 keys and their values, and
 four consumers of four warps. An item is four tiles of 64 queries, one a consumer's. S is summed in
@@ -182,11 +183,11 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
             n += 1
         if mine <= last:
             mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-            s = _seen(_scores(q, keys.index(n % STAGES)))
+            s = _scores(q, keys.index(n % STAGES))
             shift = gl.reduce(s, 1, _larger) * _TO_POWERS
             acc = gl.zeros([64, 64], gl.float32, _SUMS)
             total = _own_sums(acc)
-            total, acc = _take(s, shift, total, values.index(n % STAGES), acc)
+            total, acc = _take(_seen(s), shift, total, values.index(n % STAGES), acc)
             mbarrier.arrive(empty.index(n % STAGES), count=1)
             n += 1
             for _ in range(mine):
@@ -198,7 +199,7 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
                 n += 1
             row, column = _corner(unit, sizes)
             whole = gl.convert_layout(gl.reduce(total, 1, _sum), _ROWS, assert_trivial=True)
-            if gl.reduce(whole, 0, _larger) > _MOST:
+            if gl.reduce(gl.maximum(whole, 1.0 / whole), 0, _larger) > _MOST:
                 corner = (row, column)
                 acc, shift, whole = _carefully(
                     q, joined, corner, heads, mine, own.index(C), out.index(C)
