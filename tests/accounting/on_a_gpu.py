@@ -120,28 +120,10 @@ class AddNorm(torch.autograd.Function):
         return dx, of_delta, torch.zeros_like(gain), None
 
 
-class NormBeside(torch.autograd.Function):
-    """x and its norm: it keeps x."""
-
-    @staticmethod
-    def forward(ctx, x, gain, low):
-        ctx.save_for_backward(x, gain)
-        return x.view_as(x), torch.zeros_like(x, dtype=low)
-
-    @staticmethod
-    def backward(ctx, dy, dn):
-        x, gain = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(gain), None
-
-
 class OpsOnAGpu(Ops):
     def turned_heads(self, x, weights, biases, heads, turn, norm):
         joined = joined_product(x, weights, biases)
         return Heads.apply(joined, *heads, *turn[:2], *(() if norm is None else norm[:2]))
-
-    def norm_beside(self, x, gain, eps):
-        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        return NormBeside.apply(x, gain, low)
 
     def add_norm(self, x, delta, gain, eps):
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype

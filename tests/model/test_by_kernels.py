@@ -15,7 +15,6 @@ OPERATIONS = {
     heads._turn_heads: heads.heads_forward,
     heads.turn_heads_back: heads.heads_backward,
     add_norm.add_norm: add_norm.add_norm_forward,
-    add_norm._norm: add_norm.norm_forward,
     add_norm._add_norm_backward: add_norm.add_norm_backward,
     gate.gate: gate.gate_forward,
     gate._gate_backward: gate.gate_backward,
@@ -43,8 +42,7 @@ def take_for_a_gpu(monkeypatch):
 def listen(monkeypatch):
     """Return the list of kernels called from now on."""
     called = []
-    kernels = [(heads, "cut_and_turn"), (gate, "gate")]
-    for module, name in (*kernels, (add_norm, "add_norm"), (add_norm, "norm_beside")):
+    for module, name in ((heads, "cut_and_turn"), (add_norm, "add_norm"), (gate, "gate")):
         kernel = getattr(module, name)
 
         def listened(*given, kernel=kernel, name=name):
@@ -74,12 +72,11 @@ def assert_alike(got, expected):
         assert error < 5e-5, name  # some are differences of much larger numbers
 
 
-ALL = {"cut_and_turn", "norm_beside", "add_norm", "gate"}
-USES = {  # what trains on a GPU without one of the kernels
+USES = {  # what trains on a GPU without one of the three kernels
     "gpt2": set(),
-    "sinusoidal": {"norm_beside", "add_norm"},
-    "no positions": {"norm_beside", "add_norm", "gate"},
-    "mixtral": {"cut_and_turn", "norm_beside"},
+    "sinusoidal": {"add_norm"},
+    "no positions": {"add_norm", "gate"},
+    "mixtral": {"cut_and_turn"},
     "post-norm": {"cut_and_turn", "gate"},
     "no norm": {"cut_and_turn", "gate"},
 }
@@ -94,7 +91,7 @@ def test_a_model_by_kernels_has_the_same_gradients(monkeypatch, expected):
     take_for_a_gpu(monkeypatch)
     called = listen(monkeypatch)
     assert_alike(gradients(family, **given), truth)
-    assert set(called) == USES.get(family, ALL)
+    assert set(called) == USES.get(family, {"cut_and_turn", "add_norm", "gate"})
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -58,25 +58,6 @@ def test_the_norm_alone_and_its_gradients(dtype, shape):
         assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 4), (2, 3, 24), (9, 1030)])
-def test_a_norm_beside_x_and_the_gradient_of_both(kind, shape):
-    wide, low, tolerance = DTYPES[kind]
-    x = torch.randn(shape[::-1], device=DEVICE).to(wide).permute(*range(len(shape))[::-1])
-    gain = torch.randn(shape[-1], device=DEVICE, requires_grad=True)
-    x.requires_grad_()
-    y, n = add_norm.norm_beside(x, gain, 1e-3, low)
-    assert (y.dtype, n.dtype) == (wide, low)
-    assert torch.equal(y, x)
-    above = (torch.randn_like(y), torch.randn_like(n))
-    exact = [t.detach().double().requires_grad_() for t in (x, gain)]
-    truth = reference.rms_norm(*exact, 1e-3)
-    slopes = torch.autograd.grad((exact[0] * 1, truth), exact, [t.double() for t in above])
-    found = (n.detach(), *torch.autograd.grad((y, n), (x, gain), above))
-    for got, expected in zip(found, (truth.detach(), *slopes), strict=True):
-        assert float((got.double() - expected).norm() / expected.norm()) < tolerance
-
-
 def test_a_gain_the_kernels_cannot_read_goes_another_way(monkeypatch):
     """One of every third number in memory; one too short."""
     monkeypatch.setattr(fast, "trains_by_kernel", lambda x: True)
@@ -86,12 +67,8 @@ def test_a_gain_the_kernels_cannot_read_goes_another_way(monkeypatch):
     total, normed = fast.add_norm(x, delta, gain, 1e-5)
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, reference.rms_norm(x + delta, gain))
-    same, normed = fast.norm_beside(x, gain, 1e-5)
-    torch.testing.assert_close(same, x)
-    torch.testing.assert_close(normed, reference.rms_norm(x, gain))
     for refused in (
         lambda: fast.rms_norm(x, gain[:4]),
-        lambda: fast.norm_beside(x, gain[:4], 0),
         lambda: fast.add_norm(x, delta, gain[:4], 0),
     ):
         with pytest.raises(RuntimeError):

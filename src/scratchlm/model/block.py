@@ -19,7 +19,6 @@ from scratchlm.model.layers import (
     RMSNorm,
     SwiGLU,
     add_then_norm,
-    norm_beside,
     side_by_side,
 )
 from scratchlm.model.moe import MoE
@@ -105,8 +104,7 @@ class TransformerBlock(nn.Module):
         if self.post_norm:
             y = self.ln1(x + self.attn(x, token_positions, scene=scene))
             return self.ln2(y + self._ffn(y, routes))
-        x, normed = norm_beside(x, self.ln1)
-        attended = self.attn(normed, token_positions, scene=scene)
+        attended = self.attn(self.ln1(x), token_positions, scene=scene)
         if isinstance(self.ffn, MoE):  # its router wants the norm as wide as it is
             y = x + attended
             return y + self.ffn(self.ln2(y), routes)

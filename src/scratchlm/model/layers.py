@@ -82,16 +82,6 @@ def is_plain(module: nn.Module) -> bool:
     return ours and not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def norm_beside(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return x, for the path beside the norm, and its norm: where both gradients meet, in one op.
-
-    So where the norm is a plain RMSNorm; else each as it is.
-    """
-    if isinstance(norm, RMSNorm) and is_plain(norm):
-        return norm.ops.norm_beside(x, norm.weight, norm.eps)
-    return x, norm(x)
-
-
 def add_then_norm(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return x + δ and the norm of it: in one op, where the norm is a plain RMSNorm."""
     if isinstance(norm, RMSNorm) and is_plain(norm):

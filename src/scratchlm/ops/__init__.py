@@ -46,12 +46,6 @@ class Ops:
         safe, wrong = keep_in_range(ids, len(weight))
         return mark(self.embedding(safe, weight, padding_id), wrong)
 
-    def norm_beside(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x itself and its RMSNorm; their gradients are added at once where it is the fast one."""
-        if self.rms_norm is fast.rms_norm:
-            return fast.norm_beside(x, gain, eps)
-        return x, self.rms_norm(x, gain, eps)
-
     def add_norm(self, x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + δ and the RMSNorm of that sum; at once where the norm is the fast one."""
         if self.rms_norm is fast.rms_norm:

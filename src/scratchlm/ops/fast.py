@@ -207,15 +207,6 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(of_x, mean, scale), of_weight, None
 
 
-def norm_beside(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and its RMSNorm, by one kernel each way where a GPU trains."""
-    if not (trains_by_kernel(x) and _is_readable(gain, x)):
-        return x, rms_norm(x, gain, eps)
-    from scratchlm.ops.kernels.add_norm import norm_beside as by_kernel
-
-    return by_kernel(x, gain, eps, _low(x))
-
-
 def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + δ and its RMSNorm, by one kernel where a GPU trains."""
     if not (trains_by_kernel(x) and x.shape == delta.shape and _is_readable(gain, x)):

@@ -5,8 +5,7 @@
 
 The sum is what stands between a layer's two halves. y is kept: a compiler keeps x and δ instead,
 and reads both wherever y is wanted. The backward pass adds what comes along the residual path
-itself: so also for a norm without δ, beside which x goes on (`norm_beside`). A norm alone is the
-same without δ and ∂y.
+itself. A norm alone is the same without δ and ∂y.
 """
 
 from __future__ import annotations
@@ -132,13 +131,6 @@ def _forward(
     )
 
 
-def norm_forward(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return the norm of x, which is contiguous, in `dtype`."""
-    n = torch.empty_like(x, dtype=dtype)
-    _forward(x, None, gain, n, n, eps)
-    return n
-
-
 def add_norm_backward(
     y: Tensor, gain: Tensor, dy: Tensor, dn: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +165,10 @@ def _backward(
 
 
 class Norm(torch.autograd.Function):
-    """n = x / rms(x) · g in x's dtype, x contiguous; for code that is not compiled."""
+    """n = x / rms(x) · g in x's dtype, x contiguous; for code that is not compiled.
+
+    A compiler writes its own, and adds what comes along the residual path in its backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -202,9 +197,6 @@ def _of_delta(y: Tensor, dtype: torch.dtype) -> Tensor:
 add_norm = torch.library.custom_op(
     "scratchlm::add_norm", add_norm_forward, mutates_args=(), device_types="cuda"
 )
-_norm = torch.library.custom_op(
-    "scratchlm::norm", norm_forward, mutates_args=(), device_types="cuda"
-)
 _add_norm_backward = torch.library.custom_op(
     "scratchlm::add_norm_backward", add_norm_backward, mutates_args=(), device_types="cuda"
 )
@@ -215,11 +207,6 @@ def _(
     x: Tensor, delta: Tensor, gain: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype)
-
-
-@_norm.register_fake
-def _(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 @_add_norm_backward.register_fake
@@ -244,27 +231,3 @@ def _back(ctx: Any, dy: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None
 
 
 add_norm.register_autograd(_back, setup_context=_keep)
-
-
-class _NormBeside(torch.autograd.Function):
-    """x once more, and its norm; hence no plain op, which may not return what it was given."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        ctx.eps = eps
-        ctx.save_for_backward(x, gain)
-        return x.view_as(x), _norm(x, gain, eps, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, dn: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, gain = ctx.saved_tensors
-        dx, of_gain, _ = _add_norm_backward(x, gain, dy, dn, ctx.eps, x.dtype)
-        return dx, of_gain, None, None
-
-
-def norm_beside(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x, and its norm in `dtype`; their gradients are added where the norm's is computed."""
-    x, n = _NormBeside.apply(x.contiguous(), gain, eps, dtype)
-    return x, n
