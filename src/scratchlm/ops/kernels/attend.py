@@ -4,10 +4,10 @@
 
 over the keys a query sees. For any m these are the same numbers, as long as none is too large or
 too small: so m is the largest of one tile's scores, not a maximum that runs along, for which every
-tile would compare all of its scores and correct all sums. Tiles are taken downwards; the first, on
-the diagonal, gives m, with the keys that it hides: a query that sees one key there would know
-little. Where a sum of exponentials is not between 2⁻⁶⁴ and 2⁶⁴ in the end, 44 nats either way, its
-tile of queries is taken once more, with a running maximum.
+tile would compare all of its scores and correct all sums. Tiles are taken downwards. The first, on
+the diagonal, gives m, with the keys that it hides: what a query sees there may be one key alone.
+(Where it sees no other tile, without them.) If a sum of exponentials is not between 2⁻⁸⁰ and 2⁸⁰ in
+the end, 55 nats either way, its tile of queries is taken once more, with a running maximum.
 
 A program is made of a loading warp, which fills a ring with tiles of 64 keys and their values, and
 four consumers of four warps. An item is four tiles of 64 queries, one a consumer's. S is summed in
@@ -54,7 +54,7 @@ COUNTS = ["heads", "tiles", "longest"]  # none is compiled in
 
 _TO_POWERS = gl.constexpr(0.125 / math.log(2))
 _LOG_2 = gl.constexpr(math.log(2))
-_MOST = gl.constexpr(2.0**64)
+_MOST = gl.constexpr(2.0**80)
 _CONSUMERS = gl.constexpr(CONSUMERS)
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
@@ -184,6 +184,8 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
         if mine <= last:
             mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
             s = _scores(q, keys.index(n % STAGES))
+            if mine == 0:
+                s = _seen(s)
             shift = gl.reduce(s, 1, _larger) * _TO_POWERS
             acc = gl.zeros([64, 64], gl.float32, _SUMS)
             total = _own_sums(acc)
