@@ -3,11 +3,11 @@
     S = Q Kᵀ/8,    O = Σ exp(S − m) V / Σ exp(S − m),    L = m + log Σ exp(S − m)
 
 over the keys a query sees. For any m these are the same numbers, as long as none is too large or
-too small: so m is the largest of one tile's scores, not a maximum that runs along, for which every
+too small: so m comes from one tile's scores, and is not a maximum that runs along, for which every
 tile would compare all of its scores and correct all sums. Tiles are taken downwards. The first, on
-the diagonal, gives m, with the keys that it hides: what a query sees there may be one key alone.
-(Where it sees no other tile, without them.) If a sum of exponentials is not between 2⁻⁸⁰ and 2⁸⁰ in
-the end, 55 nats either way, its tile of queries is taken once more, with a running maximum.
+the diagonal, has a key for every query; m is so far above their largest score that it counts 2⁻⁹⁶,
+and others may be 122 nats larger. Where a sum of exponentials is above 2⁸⁰ in the end, its tile of
+queries is taken once more, with a running maximum.
 
 A program is made of a loading warp, which fills a ring with tiles of 64 keys and their values, and
 four consumers of four warps. An item is four tiles of 64 queries, one a consumer's. S is summed in
@@ -54,7 +54,7 @@ COUNTS = ["heads", "tiles", "longest"]  # none is compiled in
 
 _TO_POWERS = gl.constexpr(0.125 / math.log(2))
 _LOG_2 = gl.constexpr(math.log(2))
-_MOST = gl.constexpr(2.0**80)
+_ABOVE, _MOST = gl.constexpr(96.0), gl.constexpr(2.0**80)
 _CONSUMERS = gl.constexpr(CONSUMERS)
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
@@ -183,13 +183,11 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
             n += 1
         if mine <= last:
             mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-            s = _scores(q, keys.index(n % STAGES))
-            if mine == 0:
-                s = _seen(s)
-            shift = gl.reduce(s, 1, _larger) * _TO_POWERS
+            s = _seen(_scores(q, keys.index(n % STAGES)))
+            shift = gl.reduce(s, 1, _larger) * _TO_POWERS + _ABOVE
             acc = gl.zeros([64, 64], gl.float32, _SUMS)
             total = _own_sums(acc)
-            total, acc = _take(_seen(s), shift, total, values.index(n % STAGES), acc)
+            total, acc = _take(s, shift, total, values.index(n % STAGES), acc)
             mbarrier.arrive(empty.index(n % STAGES), count=1)
             n += 1
             for _ in range(mine):
@@ -201,7 +199,7 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
                 n += 1
             row, column = _corner(unit, sizes)
             whole = gl.convert_layout(gl.reduce(total, 1, _sum), _ROWS, assert_trivial=True)
-            if gl.reduce(gl.maximum(whole, 1.0 / whole), 0, _larger) > _MOST:
+            if gl.reduce(whole, 0, _larger) > _MOST:
                 corner = (row, column)
                 acc, shift, whole = _carefully(
                     q, joined, corner, heads, mine, own.index(C), out.index(C)
