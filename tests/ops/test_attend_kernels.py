@@ -18,7 +18,7 @@ from scratchlm.model.attention import MultiHeadSelfAttention, Scene
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import OPS, CausalMask, fast, hopper, reference
 from scratchlm.ops.kernels import attend, attend_back, project_heads, row_stats, turn_sums
-from scratchlm.ops.kernels.shares import shared_out
+from scratchlm.ops.kernels.plan import shared_out
 from scratchlm.training.learner import _PartlyRecomputed, _recomputed
 
 CALLS = []

@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from scratchlm.ops.kernels.shares import how_many, shared_out, taken
+from scratchlm.ops.kernels.plan import how_many, shared_out, taken
 from scratchlm.ops.kernels.turns import barriers, described, meet, power_of_two
 
 WIDTH, TILE = 64, 64  # of a head; queries, and keys, at a time

@@ -54,8 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from scratchlm.ops.hopper import LONGEST
+from scratchlm.ops.kernels.plan import how_many, shared_out, taken
 from scratchlm.ops.kernels.row_stats import row_stats
-from scratchlm.ops.kernels.shares import how_many, shared_out, taken
 from scratchlm.ops.kernels.turn_sums import turn_sums
 from scratchlm.ops.kernels.turns import REGISTERS, barriers, described, meet, power_of_two
 
