@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mutations import MUTATIONS
 
@@ -18,6 +19,7 @@ def run_mutated(mutation, targets, log):
         status = 99
         try:
             sys.stdout = sys.stderr = log.open("w")
+            torch.set_num_threads(1)  # those of the parent's are not here, and would be waited for
             # The tests must be imported anew, after the mistake: they hold on to functions.
             for name in list(sys.modules):
                 if name.split(".")[0] in ("tests", "tiny_models", "mutations", "conftest"):

@@ -32,9 +32,9 @@ def loss_and_gradients(model, ids, **more):
 
 
 def heard(monkeypatch, module, name):
-    """Return the list of calls of a module's function from now on."""
+    """Return the list of calls of a module's function from now on: what each was given."""
     calls, run = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: (calls.append(name), run(*given))[1])
+    monkeypatch.setattr(module, name, lambda *given: (calls.append(given), run(*given))[1])
     return calls
 
 

@@ -4,7 +4,7 @@ Products on its tensor cores do at the end of a tile what would be a kernel of i
 gate (`kernels/swiglu.py`), the rotation of queries and keys (`kernels/project_heads.py`), the
 exponentials of the loss (`kernels/exp_product.py`). Elsewhere cuBLAS multiplies, as it does
 wherever there is nothing to do at the end of a tile. Attention over heads of 64 channels trains by
-a kernel each way (`kernels/attend.py`, `kernels/attend_back.py`); elsewhere it is cuDNN's. Its
+kernels of ours (`kernels/attend.py`, `kernels/attend_back.py`); elsewhere it is cuDNN's. Hopper's
 clusters decode (`kernels/project_attend.py`; `model/fused.py` asks). All are in Gluon, which is
 experimental: for the versions of Triton they were tried with.
 """
@@ -23,7 +23,7 @@ VERSIONS = ("3.6", "3.7")
 LEAST = 132 * 128 * 128
 # Attention's backward pass takes heads up to LONGEST tokens whole, where at least such a share of
 # the multiprocessors' rounds has one to work on; from CUT tokens on it takes them in blocks of 128
-# keys, so many for each multiprocessor. Between these, and with fewer, cuDNN is faster.
+# keys, so many at least for each multiprocessor. Elsewhere cuDNN attends, forward too.
 LONGEST, LEAST_BUSY = 2048, 0.75
 CUT, LEAST_BLOCKS = 4096, 2
 
@@ -66,7 +66,7 @@ def takes_heads(x: Tensor, dtype: torch.dtype) -> bool:
 def takes_attention(x: Tensor, heads: tuple[int, int]) -> bool:
     """Whether attention's kernels are for this input, which `takes_heads`.
 
-    Sums over the blocks of a head are taken in any order: not where runs are to be repeatable.
+    Where heads are cut, sums are taken in any order: not if runs are to be repeatable.
     """
     batch, seq, _ = x.shape
     if heads[0] != heads[1] or seq % 128 or not _may_attend_at_once():
@@ -85,7 +85,7 @@ def _multiprocessors(device: int) -> int:
 
 @torch.compiler.assume_constant_result
 def _may_attend_at_once() -> bool:
-    return torch.backends.cuda.cudnn_sdp_enabled()  # else somebody has chosen how to attend
+    return torch.backends.cuda.cudnn_sdp_enabled()  # else somebody wants another way
 
 
 def takes_head(rows: Tensor, head: Tensor) -> bool:

@@ -4,10 +4,12 @@
 
 over the keys a query sees. For any m these are the same numbers, as long as none is too large or
 too small: so m comes from one tile's scores, and is not a maximum that runs along, for which every
-tile would compare all of its scores and correct all sums. Tiles are taken downwards. The first, on
-the diagonal, has a key for every query; m is so far above their largest score that it counts 2⁻⁹⁶,
-and others may be 122 nats larger. Where a sum of exponentials is above 2⁸⁰ in the end, its tile of
-queries is taken once more, with a running maximum.
+tile would compare all of its scores and correct all sums. Tiles of keys are taken from the last to
+the first. The last, on the diagonal, has a key for every query; m lies 96 powers of two above the
+largest score there, which so counts 2⁻⁹⁶. Another may be 122 nats larger, n of them 122 − log n:
+where a sum is above 2⁸⁰ in the end, its tile of queries is taken once more, with a running maximum,
+and the other queries of that tile round otherwise. What is 21 nats smaller is dropped, at most
+n · 2⁻³⁰ of a sum; values below 2⁻³⁰ would be too.
 
 A program is made of a loading warp, which fills a ring with tiles of 64 keys and their values, and
 four consumers of four warps. An item is four tiles of 64 queries, one a consumer's. S is summed in
@@ -43,22 +45,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from scratchlm.ops.kernels.head_tiles import LEFT, SUMS, TO_POWERS
 from scratchlm.ops.kernels.plan import how_many, shared_out, taken
 from scratchlm.ops.kernels.turns import barriers, described, meet, power_of_two
 
 WIDTH, TILE = 64, 64  # of a head; queries, and keys, at a time
 CONSUMERS = 4
 STAGES = 6
-REGISTERS = 112  # of a consumer's thread; the loader has 24
-COUNTS = ["heads", "tiles", "longest"]  # none is compiled in
+REGISTERS = 112  # of a consumer's thread, 120 of the first's; the loader has what is left, 24
+BEFORE = 96  # 65,536 shared out over 20 warps, until they are given their own
+COUNTS = ["heads", "tiles", "stride"]  # none is compiled in
 
-_TO_POWERS = gl.constexpr(0.125 / math.log(2))
 _LOG_2 = gl.constexpr(math.log(2))
 _ABOVE, _MOST = gl.constexpr(96.0), gl.constexpr(2.0**80)
 _CONSUMERS = gl.constexpr(CONSUMERS)
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
-_ROWS = gl.constexpr(gl.SliceLayout(1, _SUMS.value))
+_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 
 
 @gluon.jit
@@ -73,14 +74,14 @@ def _sum(a, b):
 
 @gluon.jit
 def _scores(q, keys):
-    none = gl.zeros([64, 64], gl.float32, _SUMS)
+    none = gl.zeros([64, 64], gl.float32, SUMS)
     s = warpgroup_mma(q, keys.permute((1, 0)), none, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
 def _mixed(p, values, acc):
-    left = gl.convert_layout(p.to(gl.bfloat16), _LEFT, assert_trivial=True)
+    left = gl.convert_layout(p.to(gl.bfloat16), LEFT, assert_trivial=True)
     acc = warpgroup_mma(left, values, acc, is_async=True)
     return warpgroup_mma_wait(0, deps=[acc])
 
@@ -89,7 +90,7 @@ def _mixed(p, values, acc):
 def _seen(s):
     """Hide the keys after each query, on the diagonal."""
     query = gl.arange(0, 64, _ROWS).expand_dims(1)
-    key = gl.arange(0, 64, gl.SliceLayout(0, _SUMS)).expand_dims(0)
+    key = gl.arange(0, 64, gl.SliceLayout(0, SUMS)).expand_dims(0)
     return gl.where(key <= query, s, float("-inf"))
 
 
@@ -102,7 +103,7 @@ def _own_sums(p):
 @gluon.jit
 def _take(s, shift, total, values, acc):
     """Add a tile's exponentials and what they mix to the sums."""
-    p = power_of_two(s * _TO_POWERS - shift.expand_dims(1))
+    p = power_of_two(s * TO_POWERS - shift.expand_dims(1))
     return total + _own_sums(p), _mixed(p, values, acc)
 
 
@@ -119,7 +120,7 @@ def _copied(joined, place, bar, buffer, phase):
 def _carefully(q, joined, corner, heads, mine, bar, buffer):
     """Take a tile of queries with a maximum that runs along; tile by tile through one buffer."""
     row, column = corner
-    acc = gl.zeros([64, 64], gl.float32, _SUMS)
+    acc = gl.zeros([64, 64], gl.float32, SUMS)
     top = gl.full([64], float("-inf"), gl.float32, _ROWS)
     total = gl.full([64], 0.0, gl.float32, _ROWS)
     tma.store_wait(0)
@@ -128,9 +129,9 @@ def _carefully(q, joined, corner, heads, mine, bar, buffer):
         s = _scores(q, buffer)
         if t == mine:
             s = _seen(s)
-        above = gl.maximum(top, gl.reduce(s, 1, _larger) * _TO_POWERS)
+        above = gl.maximum(top, gl.reduce(s, 1, _larger) * TO_POWERS)
         fade = power_of_two(top - above)
-        p = power_of_two(s * _TO_POWERS - above.expand_dims(1))
+        p = power_of_two(s * TO_POWERS - above.expand_dims(1))
         total = total * fade + gl.reduce(p, 1, _sum)
         top = above
         _copied(joined, [row + t * 64, column + 2 * heads * 64], bar, buffer, 1)
@@ -148,9 +149,9 @@ def _tile_of(first, r, C: gl.constexpr):
 @gluon.jit
 def _item(plan, r, sizes):
     """Return the head, and the first of four tiles of queries; those that see most come first."""
-    _, tiles, longest = sizes
+    _, tiles, stride = sizes
     blocks = (tiles + _CONSUMERS - 1) // _CONSUMERS
-    unit, j = taken(plan, longest, r, blocks)
+    unit, j = taken(plan, stride, r, blocks)
     return unit, (blocks - 1 - j) * _CONSUMERS
 
 
@@ -163,15 +164,15 @@ def _corner(unit, sizes):
 
 @gluon.jit
 def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexpr, C: gl.constexpr):
-    heads, tiles, longest = sizes
+    heads, tiles, stride = sizes
     queries, keys, values = rings
     full, empty, given, q_empty, own = bars
     n = 0  # tiles of keys that were taken
-    for r in range(how_many(plan, longest)):
+    for r in range(how_many(plan, stride)):
         unit, first = _item(plan, r, sizes)
         mine = _tile_of(first, r, C)
         mbarrier.wait(given.index(C), r & 1)
-        q = queries.index(C).load(_LEFT)
+        q = queries.index(C).load(LEFT)
         mbarrier.arrive(q_empty.index(C), count=1)
         last = gl.minimum(first + _CONSUMERS, tiles) - 1
         unseen = last - mine
@@ -184,9 +185,9 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
         if mine <= last:
             mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
             s = _seen(_scores(q, keys.index(n % STAGES)))
-            shift = gl.reduce(s, 1, _larger) * _TO_POWERS + _ABOVE
-            acc = gl.zeros([64, 64], gl.float32, _SUMS)
-            total = _own_sums(acc)
+            shift = gl.reduce(s, 1, _larger) * TO_POWERS + _ABOVE
+            acc = gl.zeros([64, 64], gl.float32, SUMS)
+            total = _own_sums(acc)  # zeros too
             total, acc = _take(s, shift, total, values.index(n % STAGES), acc)
             mbarrier.arrive(empty.index(n % STAGES), count=1)
             n += 1
@@ -216,11 +217,11 @@ def _consume(plan, joined, y, sums, rings, out, bars, sizes, STAGES: gl.constexp
 @gluon.jit
 def _load(plan, joined, rings, bars, sizes, STAGES: gl.constexpr):
     """The loading warp."""
-    heads, tiles, longest = sizes
+    heads, tiles, stride = sizes
     queries, keys, values = rings
     full, empty, given, q_empty, _ = bars
     n = 0
-    for r in range(how_many(plan, longest)):
+    for r in range(how_many(plan, stride)):
         unit, first = _item(plan, r, sizes)
         row, column = _corner(unit, sizes)
         for c in gl.static_range(_CONSUMERS):
@@ -251,7 +252,7 @@ def _attend(
     plan,
     heads,
     tiles,
-    longest,
+    stride,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -264,7 +265,7 @@ def _attend(
     bars = (full, empty, given, q_empty, barriers(_CONSUMERS, 1))
     fence_async_shared()
     rings = (queries, keys, values)
-    sizes = (heads, tiles, longest)
+    sizes = (heads, tiles, stride)
     gl.warp_specialize(
         [
             (_consume, (plan, joined, y, sums, rings, out, bars, sizes, STAGES, 0)),
@@ -303,7 +304,7 @@ def attend(joined: Tensor, programs: int = 0) -> tuple[Tensor, Tensor]:
         STAGES=STAGES,
         REGISTERS=REGISTERS,
         num_warps=4,
-        maxnreg=96,  # 65,536 shared out over 20 warps, before they are given their own
+        maxnreg=BEFORE,
     )
     return y, sums
 

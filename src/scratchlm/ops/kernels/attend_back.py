@@ -7,7 +7,7 @@
 the product that Q, K and V are views of. As kernels of their own, cuDNN's two around its backward
 pass and ours after it carry all of that to the memory and back.
 
-A program takes keys in blocks of 128, of all heads that are its own. It is made of a loading warp,
+A program takes keys in blocks of 128, a head's one after the other. It is made of a loading warp,
 which fills a ring with tiles of 64 queries and what belongs to them, and two consumers of four
 warps. Consumer c has 64 of the keys. Keys are rows: Sᵀ and ∂Pᵀ are summed in its registers, Pᵀ and
 ∂Sᵀ are multiplied from them, ∂K and ∂V stay in them until all queries have passed.
@@ -38,8 +38,6 @@ Gluon is experimental, and nothing interprets it on a CPU: `ops/hopper.py` says 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -54,6 +52,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from scratchlm.ops.hopper import LONGEST
+from scratchlm.ops.kernels.head_tiles import (
+    LEFT,
+    LINES,
+    SIZE,
+    SUMS,
+    TO_POWERS,
+    add,
+    as_tile,
+    in_lines,
+    tables_of,
+    turned_back,
+)
 from scratchlm.ops.kernels.plan import how_many, shared_out, taken
 from scratchlm.ops.kernels.row_stats import row_stats
 from scratchlm.ops.kernels.turn_sums import turn_sums
@@ -62,58 +72,25 @@ from scratchlm.ops.kernels.turns import REGISTERS, barriers, described, meet, po
 WIDTH, BLOCK = 64, 128  # of a head; keys at a time
 STAGES = 3
 SHELVES = 4
-COUNTS = ["heads", "blocks", "longest", "places", "step"]  # none is compiled in
+COUNTS = ["heads", "blocks", "stride", "places", "step"]  # none is compiled in
 NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-_SCALE = gl.constexpr(0.125)  # 1/√64
-_TO_POWERS = gl.constexpr(0.125 / math.log(2))
-_TILE = gl.constexpr(64 * 64)
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
-_LINES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # 16 bytes of each thread's in turn
 
-
-# A tile's sums of ∂Q, as the threads hold them: row 16w + 8j + q and column 8g + 2p + e are with
-# warp w, thread 4q + p
-
-
-@gluon.jit
-def _in_lines(x):
-    x = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(_TILE)  # w j q g p e
-    return gl.convert_layout(x, _LINES, assert_trivial=True)
-
-
-@gluon.jit
-def _as_tile(x):
-    x = x.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)  # g w q p j e
-    return gl.convert_layout(x, _SUMS, assert_trivial=True)
-
-
-@gluon.jit
-def _add(place, x):
-    """Add a tile to what lies there, and do not wait."""
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0;",
-        "=r,l,l,l,l,f,f,f,f",
-        [place.to(gl.int64, bitcast=True), _in_lines(x)],
-        dtype=gl.int8,
-        is_pure=False,
-        pack=4,
-    )
+# Sums of ∂Q between two blocks
 
 
 @gluon.jit
 def _put_aside(dq, place, shelves, shelf, some):
     """Add a tile of ∂Q to its sums, or begin them where there are not `some`."""
     if shelf >= 0:
-        x = _in_lines(dq)
+        x = in_lines(dq)
         if some:
-            x += shelves.index(shelf).load(_LINES)
+            x += shelves.index(shelf).load(LINES)
         shelves.index(shelf).store(x)
     elif some:
-        _add(place, dq)
+        add(place, dq)
     else:
-        gl.store(place, _in_lines(dq))
+        gl.store(place, in_lines(dq))
 
 
 @gluon.jit
@@ -121,51 +98,10 @@ def _with_sums(dq, place, shelves, shelf, some):
     """Return a tile of ∂Q with its sums so far."""
     if some:
         if shelf >= 0:
-            dq += _as_tile(shelves.index(shelf).load(_LINES))
+            dq += as_tile(shelves.index(shelf).load(LINES))
         else:  # past the L1 cache, where older sums may lie
-            dq += _as_tile(gl.load(place, cache_modifier=".cg"))
+            dq += as_tile(gl.load(place, cache_modifier=".cg"))
     return dq
-
-
-# Back to where the rotation found it
-
-
-@gluon.jit
-def _angles(lines, place, INTERLEAVED: gl.constexpr):
-    """Read a table's 64 × 32 numbers, laid out by `project_heads.in_lines`; at once: volatile."""
-    at = lines + place * 2048 + gl.arange(0, 2048, _LINES)
-    x = gl.load(at, volatile=True).reshape(4, 4, 8, 4, 2, 2)
-    if INTERLEAVED:
-        x = x.permute(1, 5, 2, 0, 4, 3)  # g w q p h j
-    else:
-        x = x.permute(1, 4, 2, 0, 3, 5)  # g w q p j e
-    return x.reshape(64, 32)
-
-
-@gluon.jit
-def _tables(turn, unit, tile, sizes, INTERLEAVED: gl.constexpr):
-    """Return cos and sin of a tile's tokens."""
-    lines, places, step = turn
-    place = unit // sizes[0] * step + tile
-    c = _angles(lines, place, INTERLEAVED)
-    return c, _angles(lines, places + place, INTERLEAVED)
-
-
-@gluon.jit
-def _turned_back(x, tables, INTERLEAVED: gl.constexpr):
-    """Scale 64 tokens of a head and turn them back; no number moves to another thread."""
-    x *= _SCALE
-    if INTERLEAVED:
-        a, b = x.reshape(64, 32, 2).split()
-    else:
-        a, b = x.reshape(64, 2, 32).permute(0, 2, 1).split()
-    c = gl.convert_layout(tables[0], a.type.layout, assert_trivial=True)
-    s = gl.convert_layout(tables[1], a.type.layout, assert_trivial=True)
-    y = gl.join(a * c + b * s, b * c - a * s)
-    if not INTERLEAVED:
-        y = y.permute(0, 2, 1)
-    y = gl.convert_layout(y.reshape(64, 64), _SUMS, assert_trivial=True)
-    return y.to(gl.bfloat16)
 
 
 # A consumer
@@ -173,19 +109,19 @@ def _turned_back(x, tables, INTERLEAVED: gl.constexpr):
 
 @gluon.jit
 def _product(a, b):
-    none = gl.zeros([64, 64], gl.float32, _SUMS)
+    none = gl.zeros([64, 64], gl.float32, SUMS)
     return warpgroup_mma(a, b, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _powers(s, shift, diagonal, PARITY: gl.constexpr, C: gl.constexpr):
     """Return Pᵀ: 0 where a query does not see the key."""
-    x = s * _TO_POWERS + shift
+    x = s * TO_POWERS + shift
     if PARITY > C:  # they come after all of its keys
         return power_of_two(x)
     if diagonal:
-        key = gl.arange(0, 64, gl.SliceLayout(1, _SUMS)).expand_dims(1) + 64 * (C - PARITY)
-        query = gl.arange(0, 64, gl.SliceLayout(0, _SUMS)).expand_dims(0)
+        key = gl.arange(0, 64, gl.SliceLayout(1, SUMS)).expand_dims(1) + 64 * (C - PARITY)
+        query = gl.arange(0, 64, gl.SliceLayout(0, SUMS)).expand_dims(0)
         x = gl.where(key <= query, x, float("-inf"))
     return power_of_two(x)
 
@@ -222,15 +158,15 @@ def _finish(
     """Put a tile of ∂Q aside, or write it out where its sums are complete."""
     unit, tile, j, _ = due
     sums, shelves, first_shelf, out, grad = ends
-    place = sums + tile * _TILE + gl.arange(0, _TILE, _LINES)
+    place = sums + tile * SIZE + gl.arange(0, SIZE, LINES)
     shelf = tile - first_shelf
     if CUT:  # others add to them too
-        _add(place + unit.to(gl.int64) * sizes[1] * 2 * _TILE, dq)
+        add(place + unit.to(gl.int64) * sizes[1] * 2 * SIZE, dq)
     elif tile >> 1 == j:
-        tables = _tables(turn, unit, tile, sizes, INTERLEAVED)
+        tables = tables_of(turn, unit, tile, sizes[0], INTERLEAVED)
         whole = _with_sums(dq, place, shelves, shelf, j > 0)
         tma.store_wait(0)  # of the block before: long since read out
-        out.index(2 * C).store(_turned_back(whole, tables, INTERLEAVED))
+        out.index(2 * C).store(turned_back(whole, tables, INTERLEAVED))
         fence_async_shared()
         row, column = _corner(unit, sizes)
         tma.async_copy_shared_to_global(grad, [row + tile * 64, column], out.index(2 * C))
@@ -263,15 +199,15 @@ def _tile(
     q, do = queries.index(stage), slopes_out.index(stage)
     s = _product(k, q.permute((1, 0)))
     dp = _product(v, do.permute((1, 0)))
-    shift = shifts.index(stage).load(_SUMS)
-    delta = deltas.index(stage).load(_SUMS)
+    shift = shifts.index(stage).load(SUMS)
+    delta = deltas.index(stage).load(SUMS)
     s = warpgroup_mma_wait(1, deps=[s])
     p = _powers(s, shift, diagonal, PARITY, C)
-    left = gl.convert_layout(p.to(gl.bfloat16), _LEFT, assert_trivial=True)
+    left = gl.convert_layout(p.to(gl.bfloat16), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, do, dv, is_async=True)
     ds = (p * (dp - delta)).to(gl.bfloat16)
-    dk = warpgroup_mma(gl.convert_layout(ds, _LEFT, assert_trivial=True), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, LEFT, assert_trivial=True), q, dk, is_async=True)
     if PARITY == C:
         _pass_on(ds, slopes, bars[1], n, PARITY, C)
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
@@ -301,13 +237,13 @@ def _consume(
     C: gl.constexpr,
 ):
     plan, grad, turn, sums = work
-    heads, blocks, longest = sizes
+    heads, blocks, stride = sizes
     values, shelves, out = rest
     keys = rings[2]
     keys_full, keys_empty = bars[2]
     values_full, values_empty = bars[3]
     if not CUT:
-        sums += gl.program_id(0).to(gl.int64) * blocks * 2 * _TILE
+        sums += gl.program_id(0).to(gl.int64) * blocks * 2 * SIZE
     ends = (sums, shelves, 2 * blocks - SHELVES, out, grad)
     n = 0  # tiles that were taken
     # The tile whose ∂Q is due: its head, its number, and of which keys
@@ -315,16 +251,16 @@ def _consume(
     due_tile = 0
     due_j = 0
     due_keys = 0
-    for r in range(how_many(plan, longest)):
-        unit, j = taken(plan, longest, r, blocks)
+    for r in range(how_many(plan, stride)):
+        unit, j = taken(plan, stride, r, blocks)
         held = r & 1
         mbarrier.wait(keys_full.index(held), (r >> 1) & 1)
-        k = keys.index(held).slice(64 * C, 64).load(_LEFT)
+        k = keys.index(held).slice(64 * C, 64).load(LEFT)
         mbarrier.wait(values_full.index(0), r & 1)
-        v = values.index(0).slice(64 * C, 64).load(_LEFT)
+        v = values.index(0).slice(64 * C, 64).load(LEFT)
         mbarrier.arrive(values_empty.index(0), count=1)
-        dk = gl.zeros([64, 64], gl.float32, _SUMS)
-        dv = gl.zeros([64, 64], gl.float32, _SUMS)
+        dk = gl.zeros([64, 64], gl.float32, SUMS)
+        dv = gl.zeros([64, 64], gl.float32, SUMS)
         for m in range(j, blocks):
             for parity in gl.static_range(2):
                 due = (due_unit, due_tile, due_j, due_keys)
@@ -344,10 +280,10 @@ def _consume(
                 n += 1
         if C == 0:
             mbarrier.arrive(keys_empty.index(held), count=1)
-        tables = _tables(turn, unit, 2 * j + C, sizes, INTERLEAVED)
+        tables = tables_of(turn, unit, 2 * j + C, heads, INTERLEAVED)
         tma.store_wait(0)
         out.index(2 * C + 1).store(dv.to(gl.bfloat16))
-        out.index(2 * C).store(_turned_back(dk, tables, INTERLEAVED))
+        out.index(2 * C).store(turned_back(dk, tables, INTERLEAVED))
         fence_async_shared()
         row, column = _corner(unit, sizes)
         row += j * 128 + 64 * C
@@ -365,14 +301,14 @@ def _consume(
 @gluon.jit
 def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: gl.constexpr):
     """The loading warp."""
-    heads, blocks, longest = sizes
+    heads, blocks, stride = sizes
     queries, slopes_out, keys, _, shifts, deltas = rings
     full, empty = bars[0]
     keys_full, keys_empty = bars[2]
     values_full, values_empty = bars[3]
     n = 0
-    for r in range(how_many(plan, longest)):
-        unit, j = taken(plan, longest, r, blocks)
+    for r in range(how_many(plan, stride)):
+        unit, j = taken(plan, stride, r, blocks)
         row, column = _corner(unit, sizes)
         held = r & 1
         mbarrier.wait(keys_empty.index(held), ((r >> 1) & 1) ^ 1)
@@ -412,7 +348,7 @@ def _attend_back(
     plan,
     heads,
     blocks,
-    longest,
+    stride,
     places,
     step,
     STAGES: gl.constexpr,
@@ -429,7 +365,7 @@ def _attend_back(
     values = gl.allocate_shared_memory(gl.bfloat16, [1, 128, 64], joined.layout)
     slopes = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], joined.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shelves = gl.allocate_shared_memory(gl.float32, [SHELVES, _TILE], flat)
+    shelves = gl.allocate_shared_memory(gl.float32, [SHELVES, SIZE], flat)
     out = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], joined.layout)
     of_ring = (barriers(STAGES, 1), barriers(STAGES, 2))
     of_slopes = (barriers(2, 2), barriers(2, 1))
@@ -438,7 +374,7 @@ def _attend_back(
     bars = (of_ring, of_slopes, of_keys, of_values)
     fence_async_shared()
     rings = (queries, slopes_out, keys, slopes, shifts, deltas)
-    sizes = (heads, blocks, longest)
+    sizes = (heads, blocks, stride)
     work = (plan, grad, (lines, places, step), sums)
     rest = (values, shelves, out)
     gl.warp_specialize(
@@ -482,7 +418,9 @@ def attend_back(
     else:
         programs = min(units, programs)
         sums = joined.new_empty(programs, seq, WIDTH, dtype=torch.float32)
-    costs = tuple(range(blocks + 1, 1, -1))  # what is done once a block takes about as long as one
+    costs = tuple(
+        range(blocks + 1, 1, -1)
+    )  # what is done once a block takes about as long as 128 queries
     plan = shared_out(units, costs, programs, joined.device, whole=not cut)
     rows, places = joined.view(-1, columns), lines.numel() // (2 * 64 * WIDTH // 2)
     step = 0 if places == 2 * blocks else 2 * blocks

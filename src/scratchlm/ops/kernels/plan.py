@@ -21,7 +21,8 @@ def shared_out(
     """Return a row for each program: how many items it takes, and which, in that order.
 
     Item u · len(costs) + j is the j-th of unit u. Who is free first takes the next one; if units
-    are to be `whole`, all of the next unit's.
+    are to be `whole`, all of the next unit's. Kept for the next call of that size: one before a
+    CUDA graph is recorded, which takes no copies from here.
     """
     parts = len(costs)
     step = parts if whole else 1
@@ -38,13 +39,13 @@ def shared_out(
 
 
 @gluon.jit
-def how_many(plan, longest):
-    """Return how many items this program takes."""
-    return gl.load(plan + gl.program_id(0) * longest)
+def how_many(plan, stride):
+    """Return how many items this program takes, where rows of the plan are `stride` long."""
+    return gl.load(plan + gl.program_id(0) * stride)
 
 
 @gluon.jit
-def taken(plan, longest, r, parts):
+def taken(plan, stride, r, parts):
     """Return the unit, and which of its parts, of this program's r-th item."""
-    item = gl.load(plan + gl.program_id(0) * longest + 1 + r)
+    item = gl.load(plan + gl.program_id(0) * stride + 1 + r)
     return item // parts, item % parts

@@ -249,7 +249,7 @@ def projected(
 
 
 class _Attended(torch.autograd.Function):
-    """Heads from their projection to what attention mixes; but for products, a kernel each way."""
+    """Heads from their projection to what attention mixes."""
 
     @staticmethod
     def forward(
