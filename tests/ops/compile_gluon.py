@@ -62,7 +62,7 @@ def compiled(kernel, arguments, constants):
     whole = {name for name, kind in kinds.items() if kind.startswith("*")}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = GluonASTSource(kernel, kinds, constexprs=places, attrs=attrs)
-    options = {"num_warps": 4, "maxnreg": attend.BEFORE if kernel is attend._attend else 168}
+    options = {"num_warps": 4, "maxnreg": (attend if kernel is attend._attend else turns).BEFORE}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -16,7 +16,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.attention import MultiHeadSelfAttention, Scene
 from scratchlm.model.rotary import RotaryEmbedding
-from scratchlm.ops import OPS, CausalMask, fast, hopper, reference
+from scratchlm.ops import OPS, CausalMask, fast, hopper, qkv, reference
 from scratchlm.ops.kernels import attend, attend_back, project_heads, row_stats, turn_sums
 from scratchlm.ops.kernels.plan import shared_out
 from scratchlm.training.learner import _PartlyRecomputed, _recomputed
@@ -225,8 +225,8 @@ def test_what_it_does_not_do_goes_another_way(taken, monkeypatch, way):
         by_head = joined.unflatten(-1, (-1, 64)).transpose(1, 2)
         return by_head.split((number[0], number[1], number[1]), dim=1)
 
-    monkeypatch.setattr(fast, "projected_heads", projected)
-    monkeypatch.setattr(fast, "turned_heads", cut)
+    monkeypatch.setattr(qkv, "projected", projected)
+    monkeypatch.setattr(qkv, "turned", cut)
     x = torch.randn(1, 128, 32)
     OTHER_WAYS[way](x).sum().backward()
     assert not CALLS

@@ -215,7 +215,7 @@ def test_a_low_residual_stream_begins_in_the_lookup(monkeypatch):
     apply_precision(model, "bf16-residual")
     tokens = torch.randint(model.config.vocab_size, (2, 6), device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(fast, "_low", lambda x: torch.get_autocast_dtype(DEVICE))
+        patch.setattr(fast, "low_dtype", lambda x: torch.get_autocast_dtype(DEVICE))
         x = model.token_embeddings(tokens)
     assert (x.dtype, x.grad_fn.name()) == (torch.bfloat16, "LookupBackward")
     truth = model.token_embeddings.weight[tokens].bfloat16()

@@ -15,7 +15,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
 from scratchlm.model.attention import MultiHeadSelfAttention
 from scratchlm.model.rotary import RotaryEmbedding
-from scratchlm.ops import OPS, fast, hopper, reference
+from scratchlm.ops import OPS, fast, hopper, qkv, reference
 from scratchlm.ops.kernels import project_heads
 
 
@@ -107,7 +107,7 @@ def test_a_norm_a_bias_an_op_of_ones_own_or_an_evaluation_goes_the_other_way(tak
         by_head = joined.unflatten(-1, (-1, width)).transpose(1, 2)
         return by_head.split((number[0], number[1], number[1]), dim=1)
 
-    monkeypatch.setattr(fast, "turned_heads", by_formula)
+    monkeypatch.setattr(qkv, "turned", by_formula)
     x = torch.randn(1, 128, 32)
     attend(bias="qkv")(x)
     attend(qk_norm=True)(x)

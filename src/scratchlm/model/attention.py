@@ -20,7 +20,7 @@ from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import Linear, RMSNorm, _check_width, is_plain, linear_together
 from scratchlm.model.rotary import RotaryEmbedding, Rotation
 from scratchlm.ops import CausalMask, Ops, get_ops
-from scratchlm.ops.fast import Turn
+from scratchlm.ops.qkv import Turn
 
 # Weights, biases, (heads, key-value heads), what turns them
 Parts = tuple[list[Tensor], list[Tensor | None], tuple[int, int], Turn]

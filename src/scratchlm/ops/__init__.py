@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from scratchlm.ops import attention, experts, fast, fp8, reference
+from scratchlm.ops import attention, experts, fast, fp8, qkv, reference
 from scratchlm.ops.masks import CausalMask
 from scratchlm.ops.ranges import keep_in_range, mark
 from scratchlm.ops.routing import Routed, load_balancing_loss
@@ -53,10 +53,14 @@ class Ops:
         total = x + delta
         return total, self.rms_norm(total, gain, eps)
 
+    @property
+    def _turns(self) -> bool:
+        """Whether a kernel may turn queries and keys as it projects them."""
+        return self.rope is fast.rope and self.linears is fast.linears
+
     def turn_lines(self, cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
         """The tables as `turned_heads` reads them, where it does: once for all layers."""
-        ours = self.rope is fast.rope and self.linears is fast.linears
-        return fast.turn_lines(cos, sin, layout) if ours else None
+        return qkv.turn_lines(cos, sin, layout) if self._turns else None
 
     def turned_heads(
         self,
@@ -64,7 +68,7 @@ class Ops:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         heads: tuple[int, int],
-        turn: fast.Turn,
+        turn: qkv.Turn,
         norm: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Queries, keys and values (batch, heads, seq, d) of x, normed and turned, by one kernel.
@@ -79,7 +83,7 @@ class Ops:
             return None
         if self.linears is fast.linears:
             if norm is None and not any(bias is not None for bias in biases):
-                at_once = fast.projected_heads(x, weights, heads, turn)
+                at_once = qkv.projected(x, weights, heads, turn)
                 if at_once is not None:
                     return at_once
             joined = fast.joined_product(x, weights, biases)
@@ -87,7 +91,7 @@ class Ops:
             joined = fp8.joined_product(x, weights, biases)
         else:
             return None
-        return fast.turned_heads(joined, heads, turn, norm)
+        return qkv.turned(joined, heads, turn, norm)
 
     def attended(
         self,
@@ -95,7 +99,7 @@ class Ops:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         heads: tuple[int, int],
-        turn: fast.Turn,
+        turn: qkv.Turn,
         mask: CausalMask,
     ) -> Tensor | None:
         """What attention mixes (batch, seq, heads · d) of x, projected and turned, at once.
@@ -103,12 +107,13 @@ class Ops:
         `turn` is what `turned_heads` takes. None where no kernel can, where not all and only the
         future is hidden, or where one of the ops it stands for is somebody's own.
         """
-        ours = self.rope is fast.rope and self.linears is fast.linears
-        if not (ours and self.attention is attention.attention and mask.is_plain):
+        if not (self._turns and self.attention is attention.attention and mask.is_plain):
             return None
         if x.ndim != 3 or mask.start or any(bias is not None for bias in biases):
             return None
-        return fast.attended(x, weights, heads, turn) if fast.trains_by_kernel(x) else None
+        if not fast.trains_by_kernel(x):
+            return None
+        return qkv.attended(x, weights, heads, turn)
 
 
 OPS: dict[str, Ops] = {

@@ -28,8 +28,6 @@ BLOCKS_FROM = 1 << 17  # elements of the matrix
 BLOCKS_UP_TO = 64  # rows of x
 AS_COLUMNS = range(2, 6)  # rows of x for which W xᵀ is faster than x Wᵀ
 
-Turn = tuple[Tensor, Tensor, str, Tensor | None]  # cos, sin, layout, both tables in lines
-
 
 def trains_by_kernel(x: Tensor) -> bool:
     """Whether the kernels with a backward pass of their own are for this input."""
@@ -113,14 +111,14 @@ def in_one(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _low(x: Tensor) -> torch.dtype:
+def low_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that x is multiplied in."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
 def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[W₁ x; W₂ x; …] in one product."""
-    weight = in_one(weights, _low(x))
+    weight = in_one(weights, low_dtype(x))
     bias = None
     if any(part is not None for part in biases):
         parts = zip(weights, biases, strict=True)
@@ -135,7 +133,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
 
 def low_embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """The same rows; where a kernel writes them, rounded as autocast would for a product."""
-    return _looked_up(ids, weight, padding_id, _low(weight))
+    return _looked_up(ids, weight, padding_id, low_dtype(weight))
 
 
 def _looked_up(ids: Tensor, weight: Tensor, padding_id: int | None, dtype: torch.dtype) -> Tensor:
@@ -215,7 +213,7 @@ def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor
     from scratchlm.ops.kernels.add_norm import add_norm as by_kernel
 
     # What the norm feeds is products: where autocast would round it for them, it is written so.
-    total, normed = by_kernel(x, delta, gain, eps, _low(x))
+    total, normed = by_kernel(x, delta, gain, eps, low_dtype(x))
     return total, normed
 
 
@@ -314,53 +312,6 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def turn_lines(cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
-    """Return the tables as the product that turns on its way out reads them, where one does."""
-    if not (trains_by_kernel(cos) and hopper.takes_tables(cos)):
-        return None
-    from scratchlm.ops.kernels.project_heads import in_lines
-
-    return in_lines(cos, sin, layout == "interleaved")
-
-
-def projected_heads(
-    x: Tensor, weights: Sequence[Tensor], heads: tuple[int, int], turn: Turn
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Project x and turn queries and keys on the way out, where a Hopper GPU trains."""
-    low, (cos, sin, layout, lines) = _low(x), turn
-    if lines is None or not hopper.takes_heads(x, low):
-        return None
-    from scratchlm.ops.kernels.project_heads import projected
-
-    tables = (cos, sin, lines)
-    return projected(x.to(low), in_one(weights, low), tables, heads, layout == "interleaved")
-
-
-def attended(
-    x: Tensor, weights: Sequence[Tensor], heads: tuple[int, int], turn: Turn
-) -> Tensor | None:
-    """Project x and let every token gather from those before it, where a Hopper GPU trains."""
-    low, (_, _, layout, lines) = _low(x), turn
-    if lines is None or not (hopper.takes_heads(x, low) and hopper.takes_attention(x, heads)):
-        return None
-    from scratchlm.ops.kernels.project_heads import attended as by_kernel
-
-    return by_kernel(x.to(low), in_one(weights, low), lines, heads[0], layout == "interleaved")
-
-
-def turned_heads(
-    joined: Tensor,
-    heads: tuple[int, int],
-    turn: Turn,
-    norm: tuple[Tensor, Tensor, float] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut [Q; K; V] (batch, seq, all heads · d) into heads; norm and turn queries and keys."""
-    from scratchlm.ops.kernels.heads import cut_and_turn
-
-    cos, sin, layout, _ = turn
-    return cut_and_turn(joined, cos, sin, norm, heads, layout == "interleaved")
-
-
 def swiglu(
     x: Tensor,
     w1: Tensor,
@@ -372,7 +323,7 @@ def swiglu(
 ) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x)."""
     if trains_by_kernel(x):
-        low, biased = _low(x), any(bias is not None for bias in (b1, b2, b3))
+        low, biased = low_dtype(x), any(bias is not None for bias in (b1, b2, b3))
         if not biased and hopper.takes_gate(x, w2, low):
             w13, w2 = in_one((w1, w3), low), in_one((w2,), low)
             return products_with_gate.swiglu(x.to(low), w13, w2)

@@ -47,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from scratchlm.ops.kernels.head_tiles import LEFT, SUMS, TO_POWERS
 from scratchlm.ops.kernels.plan import how_many, shared_out, taken
-from scratchlm.ops.kernels.turns import barriers, described, meet, power_of_two
+from scratchlm.ops.kernels.turns import barriers, described, meet, power_of_two, programs_for
 
 WIDTH, TILE = 64, 64  # of a head; queries, and keys, at a time
 CONSUMERS = 4
@@ -292,10 +292,8 @@ def attend(joined: Tensor, programs: int = 0) -> tuple[Tensor, Tensor]:
     joined = joined.contiguous()
     y = joined.new_empty(batch, seq, heads * WIDTH)
     sums = joined.new_empty(batch, heads, seq, dtype=torch.float32)
-    if programs == 0:
-        programs = torch.cuda.get_device_properties().multi_processor_count
     costs = tuple(range(tiles, 0, -CONSUMERS))
-    programs = min(batch * heads * len(costs), programs)
+    programs = programs_for(batch * heads * len(costs), programs)
     plan = shared_out(batch * heads, costs, programs, joined.device)
     _attend[(programs,)](
         described(joined.view(-1, columns), TILE, WIDTH),

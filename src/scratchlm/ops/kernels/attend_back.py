@@ -14,10 +14,9 @@ warps. Consumer c has 64 of the keys. Keys are rows: Sᵀ and ∂Pᵀ are summed
 
 ∂Q is a sum over keys: of both consumers, then of all blocks. So ∂Sᵀ passes through shared memory, a
 tile i's ∂Q is consumer (i mod 2)'s, and is computed a tile later, when the other has surely come so
-far. What it amounts to lies between two blocks as the threads hold it: the last tiles' sums, which
-are read most often, on shelves in shared memory, the others' in the memory. Blocks go upwards: the
-first tiles of each, on the diagonal, see their last key, and leave. All sums are taken in one
-order: the same numbers give the same bits.
+far. What it amounts to lies between two blocks on shelves or in the memory (`query_sums.py`).
+Blocks go upwards: the first tiles of each, on the diagonal, see their last key, and leave. All sums
+are taken in one order: the same numbers give the same bits.
 
 Long sequences have too few heads for that, and sums too long for the L2 cache. Their heads are cut:
 the blocks are shared out over the programs, who add all of ∂Q to sums in the memory as they come to
@@ -52,59 +51,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from scratchlm.ops.hopper import LONGEST
-from scratchlm.ops.kernels.head_tiles import (
-    LEFT,
-    LINES,
-    SIZE,
-    SUMS,
-    TO_POWERS,
-    add,
-    as_tile,
-    in_lines,
-    tables_of,
-    turned_back,
-)
+from scratchlm.ops.kernels.head_tiles import LEFT, SIZE, SUMS, TO_POWERS, tables_of, turned_back
 from scratchlm.ops.kernels.plan import how_many, shared_out, taken
+from scratchlm.ops.kernels.query_sums import corner, finish
 from scratchlm.ops.kernels.row_stats import row_stats
-from scratchlm.ops.kernels.turn_sums import turn_sums
-from scratchlm.ops.kernels.turns import REGISTERS, barriers, described, meet, power_of_two
+from scratchlm.ops.kernels.turn_sums import turn_sums, where_tables_lie
+from scratchlm.ops.kernels.turns import (
+    BEFORE,
+    REGISTERS,
+    barriers,
+    described,
+    meet,
+    power_of_two,
+    programs_for,
+)
 
 WIDTH, BLOCK = 64, 128  # of a head; keys at a time
 STAGES = 3
 SHELVES = 4
 COUNTS = ["heads", "blocks", "stride", "places", "step"]  # none is compiled in
 NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-# Sums of ∂Q between two blocks
-
-
-@gluon.jit
-def _put_aside(dq, place, shelves, shelf, some):
-    """Add a tile of ∂Q to its sums, or begin them where there are not `some`."""
-    if shelf >= 0:
-        x = in_lines(dq)
-        if some:
-            x += shelves.index(shelf).load(LINES)
-        shelves.index(shelf).store(x)
-    elif some:
-        add(place, dq)
-    else:
-        gl.store(place, in_lines(dq))
-
-
-@gluon.jit
-def _with_sums(dq, place, shelves, shelf, some):
-    """Return a tile of ∂Q with its sums so far."""
-    if some:
-        if shelf >= 0:
-            dq += as_tile(shelves.index(shelf).load(LINES))
-        else:  # past the L1 cache, where older sums may lie
-            dq += as_tile(gl.load(place, cache_modifier=".cg"))
-    return dq
-
-
-# A consumer
 
 
 @gluon.jit
@@ -142,36 +108,6 @@ def _product_due(slopes, keys, bars, n, C: gl.constexpr):
     """Begin ∂Q of tile n, consumer C's own."""
     mbarrier.wait(bars[0].index(C), (n >> 1) & 1, pred=n >= 0)
     return _product(slopes.index(C).permute((1, 0)), keys)
-
-
-@gluon.jit
-def _corner(unit, sizes):
-    """Return the row and the column where a head's queries begin."""
-    heads, blocks, _ = sizes
-    return unit // heads * blocks * 128, unit % heads * 64
-
-
-@gluon.jit
-def _finish(
-    dq, due, turn, ends, sizes, INTERLEAVED: gl.constexpr, CUT: gl.constexpr, C: gl.constexpr
-):
-    """Put a tile of ∂Q aside, or write it out where its sums are complete."""
-    unit, tile, j, _ = due
-    sums, shelves, first_shelf, out, grad = ends
-    place = sums + tile * SIZE + gl.arange(0, SIZE, LINES)
-    shelf = tile - first_shelf
-    if CUT:  # others add to them too
-        add(place + unit.to(gl.int64) * sizes[1] * 2 * SIZE, dq)
-    elif tile >> 1 == j:
-        tables = tables_of(turn, unit, tile, sizes[0], INTERLEAVED)
-        whole = _with_sums(dq, place, shelves, shelf, j > 0)
-        tma.store_wait(0)  # of the block before: long since read out
-        out.index(2 * C).store(turned_back(whole, tables, INTERLEAVED))
-        fence_async_shared()
-        row, column = _corner(unit, sizes)
-        tma.async_copy_shared_to_global(grad, [row + tile * 64, column], out.index(2 * C))
-    else:
-        _put_aside(dq, place, shelves, shelf, j > 0)
 
 
 @gluon.jit
@@ -219,7 +155,7 @@ def _tile(
         mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(bars[1][1].index(C), count=1, pred=n > 0)
         if n > 0:
-            _finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
+            finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
     return dk, dv
 
 
@@ -285,7 +221,7 @@ def _consume(
         out.index(2 * C + 1).store(dv.to(gl.bfloat16))
         out.index(2 * C).store(turned_back(dk, tables, INTERLEAVED))
         fence_async_shared()
-        row, column = _corner(unit, sizes)
+        row, column = corner(unit, sizes)
         row += j * 128 + 64 * C
         of_v = [row, column + 2 * heads * 64]
         tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
@@ -294,7 +230,7 @@ def _consume(
         dq = _product_due(rings[3], keys.index(due_keys), bars[1], n - 1, C)
         dq = warpgroup_mma_wait(0, deps=[dq])
         due = (due_unit, due_tile, due_j, due_keys)
-        _finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
+        finish(dq, due, turn, ends, sizes, INTERLEAVED, CUT, C)
     tma.store_wait(0)
 
 
@@ -309,7 +245,7 @@ def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STA
     n = 0
     for r in range(how_many(plan, stride)):
         unit, j = taken(plan, stride, r, blocks)
-        row, column = _corner(unit, sizes)
+        row, column = corner(unit, sizes)
         held = r & 1
         mbarrier.wait(keys_empty.index(held), ((r >> 1) & 1) ^ 1)
         bar = keys_full.index(held)
@@ -409,35 +345,30 @@ def attend_back(
     heads, blocks = columns // (3 * WIDTH), seq // BLOCK
     joined, d_mixed = joined.contiguous(), d_mixed.contiguous()
     grad = torch.empty_like(joined)
-    if programs == 0:
-        programs = torch.cuda.get_device_properties().multi_processor_count
     units = batch * heads
+    programs = programs_for(units * blocks if cut else units, programs)
     if cut:
-        programs = min(units * blocks, programs)
         sums = joined.new_zeros(units, seq, WIDTH, dtype=torch.float32)
     else:
-        programs = min(units, programs)
         sums = joined.new_empty(programs, seq, WIDTH, dtype=torch.float32)
-    costs = tuple(
-        range(blocks + 1, 1, -1)
-    )  # what is done once a block takes about as long as 128 queries
+    # In 128 queries; what is done once a block takes about as long as one of these.
+    costs = tuple(range(blocks + 1, 1, -1))
     plan = shared_out(units, costs, programs, joined.device, whole=not cut)
-    rows, places = joined.view(-1, columns), lines.numel() // (2 * 64 * WIDTH // 2)
-    step = 0 if places == 2 * blocks else 2 * blocks
+    rows = joined.view(-1, columns)
     _attend_back[(programs,)](
         described(rows, 64, 64),
         described(rows, BLOCK, 64),
         described(d_mixed.view(batch * seq, -1), 64, 64),
         described(grad.view(-1, columns), 64, 64),
         TensorDescriptor.from_tensor(stats.view(2, -1), [1, 64], NUMBERS),
-        *(lines, sums, plan, heads, blocks, plan.shape[1], places, step),
+        *(lines, sums, plan, heads, blocks, plan.shape[1], *where_tables_lie(lines, 2 * blocks)),
         STAGES=STAGES,
         SHELVES=SHELVES,
         REGISTERS=REGISTERS,
         INTERLEAVED=interleaved,
         CUT=cut,
         num_warps=4,
-        maxnreg=168,  # 65,536 shared out over 12 warps, before they are given their own
+        maxnreg=BEFORE,
     )
     if cut:
         turn_sums(sums, lines, grad, interleaved)

@@ -39,12 +39,21 @@ def _turn_sums(  # type: ignore[no-untyped-def]
     tl.store(out + second, (0.125 * (b * c - a * s)).to(grad.dtype.element_ty))
 
 
+def where_tables_lie(lines: Tensor, tiles: int) -> tuple[int, int]:
+    """Return how many tiles of 64 places both tables have, and how many a row of the batch goes on.
+
+    They serve each sequence of so many tiles, or are as long as all of them together.
+    """
+    places = lines.numel() // (2 * 64 * WIDTH // 2)
+    return places, 0 if places == tiles else tiles
+
+
 def turn_sums(sums: Tensor, lines: Tensor, grad: Tensor, interleaved: bool) -> None:
     """Write ∂Q, summed (batch · heads, seq, 64), into the first columns of `grad`."""
     batch, seq, columns = grad.shape
-    tiles, places = seq // 64, lines.numel() // (2 * 64 * WIDTH // 2)
+    tiles = seq // 64
     _turn_sums[(tiles, len(sums) // batch, batch)](
-        *(sums, lines, grad, tiles, columns, places, 0 if places == tiles else tiles),
+        *(sums, lines, grad, tiles, columns, *where_tables_lie(lines, tiles)),
         INTERLEAVED=interleaved,
         num_warps=4,
     )

@@ -42,6 +42,7 @@ TILE, DEEP = 128, 64  # rows and columns of a tile of the result; of what is sum
 STAGES = 5  # 32 KiB each; with 64 KiB for what leaves all the shared memory there is
 GROUP = 8  # rows of tiles whose operands stay in the L2 cache together
 REGISTERS = 240  # of a consumer's thread; the loader has what is left of 504
+BEFORE = 168  # 65,536 shared out over 12 warps, until they are given their own
 # Of numbers that change from model to model, none is compiled in.
 SIZES = ["tiles_down", "tiles_across", "depth"]
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -186,6 +187,13 @@ def described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [rows, columns], LINES)
 
 
+def programs_for(items: int, programs: int) -> int:
+    """Return `programs`, or as many as there are multiprocessors; no more than have work."""
+    if programs == 0:
+        programs = torch.cuda.get_device_properties().multi_processor_count
+    return min(items, programs)
+
+
 def launch(
     kernel: object,
     arguments: list[Any],
@@ -195,15 +203,13 @@ def launch(
     **constants: Any,
 ) -> None:
     """Start as many programs as there are multiprocessors, or `programs`."""
-    if programs == 0:
-        programs = torch.cuda.get_device_properties().multi_processor_count
-    kernel[(min(sizes[0] * sizes[1], programs),)](  # type: ignore[index]
+    kernel[(programs_for(sizes[0] * sizes[1], programs),)](  # type: ignore[index]
         *arguments,
         *sizes,
         STAGES=stages,
         GROUP=GROUP,
         REGISTERS=REGISTERS,
         num_warps=4,
-        maxnreg=168,  # 65,536 shared out over 12 warps, before they are given their own
+        maxnreg=BEFORE,
         **constants,
     )
