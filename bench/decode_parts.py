@@ -10,9 +10,9 @@ import torch
 
 from results import table
 from scratchlm import ModelConfig, TransformerLM
+from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile, choose_tile, power_of_two
 from scratchlm.inference.decoder import GraphDecoder
 from scratchlm.model.fused import FusedStep
-from scratchlm.ops.kernels.tiles import Spread, Tile, choose_tile, power_of_two
 
 # Enough layers that the caches of the chip do not hold their weights.
 TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}

@@ -22,7 +22,7 @@ import torch
 
 from results import table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.ops.kernels.adamw import Tiling
+from scratchlm.accelerate.kernels.triton.adamw import Tiling
 from scratchlm.training.kernel_adamw import KernelAdamW
 from train_gpu import SHAPES
 

@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 
+from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile
 from scratchlm.inference import generate
 from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
 from scratchlm.model import fused
 from scratchlm.model.fused import MAX_ROWS, why_not_fused
-from scratchlm.ops.kernels.tiles import Spread, Tile
 from tiny_models import FAMILIES, build, ids
 
 CUDA = torch.cuda.is_available()

@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from scratchlm.ops import OPS, CausalMask, attention, reference
-from scratchlm.ops.kernels import native
+from scratchlm.ops import OPS, CausalMask, attention, native, reference
 
 needs_kernel = pytest.mark.skipif(native.library() is None, reason=f"{native.why_not()}")
 needs_compiler = pytest.mark.skipif(
@@ -366,7 +365,7 @@ def test_half_a_library_is_made_again(monkeypatch, tmp_path, size):
     assert path.read_bytes() == whole
 
 
-BUILD = "from pathlib import Path; import sys; from scratchlm.ops.kernels import native; "
+BUILD = "from pathlib import Path; import sys; from scratchlm.ops import native; "
 BUILD += "native.SOURCE = Path(sys.argv[2]); print(native.built(Path(sys.argv[1])))"
 
 

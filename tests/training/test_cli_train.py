@@ -15,7 +15,7 @@ from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoin
 from scratchlm.cli import main
 from scratchlm.cli.threads import SPINS, wait_briefly
 from scratchlm.cli.train import choose_device
-from scratchlm.ops.kernels import native
+from scratchlm.ops import native
 from scratchlm.training import read_metrics
 from training.tiny import log_of, write_data
 

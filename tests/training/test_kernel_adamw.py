@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ops.gpu import compiled_lines
-from scratchlm.ops.kernels import adamw as kernel
+from accelerate.gpu import compiled_lines
+from scratchlm.accelerate.kernels.triton import adamw as kernel
 from scratchlm.training import AdamW, TrainConfig, make_optimizers, take_step
 from scratchlm.training.kernel_adamw import KernelAdamW
 from scratchlm.training.optimizers import clip_grad_norm

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from scratchlm.accelerate import hopper
 from scratchlm.accounting.expr import Number
 from scratchlm.accounting.flops import flops_tree
 from scratchlm.accounting.items import Item, evaluate
@@ -30,7 +31,7 @@ from scratchlm.accounting.parameters import count_parameters
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.config import ModelConfig, MoE, Rotary
 from scratchlm.model import TransformerBlock, TransformerLM
-from scratchlm.ops import OPS, Ops, Routed, hopper
+from scratchlm.ops import OPS, Ops, Routed
 from scratchlm.ops.reference import route, silu, swiglu
 
 CANNOT_SEE = {

@@ -21,6 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scratchlm import config as kinds
+from scratchlm.accelerate import hopper
+from scratchlm.accelerate.kernels.triton.decode_tiles import (
+    CLUSTER_HEAD,
+    CLUSTER_KEYS,
+    CLUSTER_WIDTH,
+    MAX_CLUSTERS,
+    MAX_ROWS,
+    Spread,
+    Tile,
+    choose_spreads,
+    choose_tile,
+    power_of_two,
+)
 from scratchlm.model.attention import MultiHeadSelfAttention
 from scratchlm.model.block import TransformerBlock
 from scratchlm.model.cache import KVCache
@@ -35,19 +48,7 @@ from scratchlm.model.layers import (
 )
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
-from scratchlm.ops import OPS, hopper
-from scratchlm.ops.kernels.tiles import (
-    CLUSTER_HEAD,
-    CLUSTER_KEYS,
-    CLUSTER_WIDTH,
-    MAX_CLUSTERS,
-    MAX_ROWS,
-    Spread,
-    Tile,
-    choose_spreads,
-    choose_tile,
-    power_of_two,
-)
+from scratchlm.ops import OPS
 
 GREEDY_PARTS = 32  # programs per row that look for the greatest logit
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +125,9 @@ class FusedStep:
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         # They need triton: only here.
-        from scratchlm.ops.kernels import decode, decode_attention, decode_many, greatest
+        from scratchlm.accelerate.kernels.triton import argmax as greatest
+        from scratchlm.accelerate.kernels.triton import decode, decode_attention
+        from scratchlm.accelerate.kernels.triton import decode_batch as decode_many
 
         self.kernels, self.attention, self.many = decode, decode_attention, decode_many
         self.greatest = greatest.greatest
@@ -251,7 +254,9 @@ class FusedStep:
     def _project_attend(
         self, x: Tensor, norm: nn.Module, linears: Sequence[Linear], attn: MultiHeadSelfAttention
     ) -> None:
-        from scratchlm.ops.kernels import project_attend as kernel  # Gluon: only on Hopper
+        from scratchlm.accelerate.kernels.hopper import (
+            decode_qkv_attention as kernel,  # Gluon: only on Hopper
+        )
 
         cache, width = self.cache, linears[0].weight.shape[1]
         _, gain, _, eps = self._norm(norm)

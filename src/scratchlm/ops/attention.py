@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from scratchlm.ops import short_attention
-from scratchlm.ops.kernels import native
+from scratchlm.ops import native, short_attention
 from scratchlm.ops.masks import CausalMask, Mask, are_groups, check_attention
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed

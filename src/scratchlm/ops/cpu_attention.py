@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scratchlm.ops.kernels import native
+from scratchlm.ops import native
 from scratchlm.ops.masks import are_groups
 
 

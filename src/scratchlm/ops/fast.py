@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scratchlm.ops import hopper, loss
+from scratchlm.accelerate import hopper
+from scratchlm.accelerate.kernels import launches_for
+from scratchlm.ops import loss
 from scratchlm.ops import swiglu as products_with_gate
-from scratchlm.ops.kernels import launches_for
 from scratchlm.ops.ranges import can_look, counted_targets
 
 # On a CPU, a product of few rows with a matrix this large is bound by reading the matrix, and
@@ -139,7 +140,7 @@ def low_embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) ->
 def _looked_up(ids: Tensor, weight: Tensor, padding_id: int | None, dtype: torch.dtype) -> Tensor:
     if not looks_up_by_kernel(ids, weight):
         return F.embedding(ids, weight, padding_idx=padding_id)
-    from scratchlm.ops.kernels.embedding import Lookup
+    from scratchlm.accelerate.kernels.triton.embedding import Lookup
 
     return Lookup.apply(ids, weight, padding_id, dtype)
 
@@ -157,7 +158,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x²) + ε) · g."""
     by_kernel = trains_by_kernel(x) and not torch.compiler.is_compiling()
     if by_kernel and x.is_contiguous() and _is_readable(weight, x):
-        from scratchlm.ops.kernels.add_norm import Norm
+        from scratchlm.accelerate.kernels.triton.rms_norm import Norm
 
         return Norm.apply(x, weight, eps)
     if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
@@ -210,7 +211,7 @@ def add_norm(x: Tensor, delta: Tensor, gain: Tensor, eps: float) -> tuple[Tensor
     if not (trains_by_kernel(x) and x.shape == delta.shape and _is_readable(gain, x)):
         total = x + delta
         return total, rms_norm(total, gain, eps)
-    from scratchlm.ops.kernels.add_norm import add_norm as by_kernel
+    from scratchlm.accelerate.kernels.triton.rms_norm import add_norm as by_kernel
 
     # What the norm feeds is products: where autocast would round it for them, it is written so.
     total, normed = by_kernel(x, delta, gain, eps, low_dtype(x))
@@ -288,7 +289,7 @@ def rope(
 ) -> Tensor:
     """Turn each pair of channels by its angle."""
     if x.ndim == 4 and trains_by_kernel(x):
-        from scratchlm.ops.kernels.rotary import turn
+        from scratchlm.accelerate.kernels.triton.rope import turn
 
         return turn(x, cos, sin, layout == "interleaved", False)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -335,7 +336,7 @@ def swiglu(
 def gate(joined: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension, times the second half."""
     if trains_by_kernel(joined):
-        from scratchlm.ops.kernels.gate import gate as by_kernel
+        from scratchlm.accelerate.kernels.triton.swiglu_gate import gate as by_kernel
 
         return by_kernel(joined)
     a, b = joined.chunk(2, dim=-1)

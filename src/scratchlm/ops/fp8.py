@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scratchlm.accelerate.kernels import launches_for
 from scratchlm.ops import fast
-from scratchlm.ops.kernels import launches_for
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _WHOLE = 16  # what every side of an 8-bit product must be a multiple of
@@ -38,7 +38,7 @@ def quantize(
     `greatest` is its largest magnitude, where whoever made the matrix knows it.
     """
     if runs_by_kernel(x):
-        from scratchlm.ops.kernels.quantize import quantize as by_kernel
+        from scratchlm.accelerate.kernels.triton.fp8_quantize import quantize as by_kernel
 
         q, turned, scale = by_kernel(x, kind, greatest)
         return q, turned, scale
@@ -104,7 +104,7 @@ class _SwiGLU(torch.autograd.Function):
 def _gate(joined: Tensor) -> tuple[Tensor, Tensor]:
     """Return h = SiLU(a) ⊙ b of the joined [a; b], and its largest magnitude."""
     if runs_by_kernel(joined):
-        from scratchlm.ops.kernels.gate import measured_gate as by_kernel
+        from scratchlm.accelerate.kernels.triton.swiglu_gate import measured_gate as by_kernel
 
         hidden, greatest = by_kernel(joined)
         return hidden, greatest
@@ -116,7 +116,7 @@ def _gate(joined: Tensor) -> tuple[Tensor, Tensor]:
 def _gate_back(joined: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """Return [∂a; ∂b] where `slope` is ∂h, and its largest magnitude."""
     if runs_by_kernel(joined):
-        from scratchlm.ops.kernels.gate import measured_gate_back as by_kernel
+        from scratchlm.accelerate.kernels.triton.swiglu_gate import measured_gate_back as by_kernel
 
         of_joined, greatest = by_kernel(joined, slope)
         return of_joined, greatest

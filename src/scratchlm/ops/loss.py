@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scratchlm.ops import hopper
-from scratchlm.ops.kernels import launches_for
+from scratchlm.accelerate import hopper
+from scratchlm.accelerate.kernels import launches_for
 from scratchlm.ops.ranges import can_look, counted_targets
 
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
@@ -165,7 +165,7 @@ class _Gradients:
 
 
 def _scaled_rows(x: Tensor, factors: Tensor, above: Tensor | None, out: Tensor) -> Tensor:
-    from scratchlm.ops.kernels.cross_entropy import scale_rows
+    from scratchlm.accelerate.kernels.triton.cross_entropy import scale_rows
 
     return scale_rows(x, factors, above, out)
 
@@ -213,7 +213,7 @@ def _slopes(
 ) -> _Slopes:
     """Return what the logits of a slice of rows give, in the memory of `out`."""
     if gradient and hopper.takes_head(part, head):
-        from scratchlm.ops.kernels.cross_entropy import loss_and_gradient_of
+        from scratchlm.accelerate.kernels.triton.cross_entropy import loss_and_gradient_of
 
         losses, factors = loss_and_gradient_of(part, head, targets, vocab, z_loss, out)
         return _Slopes(losses, out, factors)
@@ -226,7 +226,7 @@ def _loss_and_gradient(
 ) -> _Slopes:
     """Return every row's loss and the gradient of the logits, which may lie where they lay."""
     if launches_for(logits):
-        from scratchlm.ops.kernels.cross_entropy import TYPES, loss_and_gradient_
+        from scratchlm.accelerate.kernels.triton.cross_entropy import TYPES, loss_and_gradient_
 
         if logits.dtype in TYPES:
             losses, factors = loss_and_gradient_(logits, targets, vocab, z_loss, gradient)

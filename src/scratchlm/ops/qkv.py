@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from scratchlm.ops import fast, hopper
+from scratchlm.accelerate import hopper
+from scratchlm.ops import fast
 
 Turn = tuple[Tensor, Tensor, str, Tensor | None]  # cos, sin, layout, both tables in lines
 
@@ -15,7 +16,7 @@ def turn_lines(cos: Tensor, sin: Tensor, layout: str) -> Tensor | None:
     """Return the tables as the product that turns on its way out reads them, where one does."""
     if not (fast.trains_by_kernel(cos) and hopper.takes_tables(cos)):
         return None
-    from scratchlm.ops.kernels.project_heads import in_lines
+    from scratchlm.accelerate.kernels.hopper.qkv_rope import in_lines
 
     return in_lines(cos, sin, layout == "interleaved")
 
@@ -27,7 +28,7 @@ def projected(
     low, (cos, sin, layout, lines) = fast.low_dtype(x), turn
     if lines is None or not hopper.takes_heads(x, low):
         return None
-    from scratchlm.ops.kernels.project_heads import projected as by_kernel
+    from scratchlm.accelerate.kernels.hopper.qkv_rope import projected as by_kernel
 
     tables = (cos, sin, lines)
     return by_kernel(x.to(low), fast.in_one(weights, low), tables, heads, layout == "interleaved")
@@ -40,7 +41,7 @@ def attended(
     low, (_, _, layout, lines) = fast.low_dtype(x), turn
     if lines is None or not (hopper.takes_heads(x, low) and hopper.takes_attention(x, heads)):
         return None
-    from scratchlm.ops.kernels.project_heads import attended as by_kernel
+    from scratchlm.accelerate.kernels.hopper.qkv_rope import attended as by_kernel
 
     return by_kernel(x.to(low), fast.in_one(weights, low), lines, heads[0], layout == "interleaved")
 
@@ -52,7 +53,7 @@ def turned(
     norm: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut [Q; K; V] (batch, seq, all heads · d) into heads; norm and turn queries and keys."""
-    from scratchlm.ops.kernels.heads import cut_and_turn
+    from scratchlm.accelerate.kernels.triton.qkv_norm_rope import cut_and_turn
 
     cos, sin, layout, _ = turn
     return cut_and_turn(joined, cos, sin, norm, heads, layout == "interleaved")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """W2(SiLU(W1 x) ⊙ W3 x) for x of any shape, all in bfloat16, where `hopper.takes_gate`."""
-    from scratchlm.ops.kernels.swiglu import swiglu as by_kernels
+    from scratchlm.accelerate.kernels.hopper.swiglu import swiglu as by_kernels
 
     y: Tensor = by_kernels(x.reshape(-1, x.shape[-1]), w13, w2)[0]
     return y.view(*x.shape[:-1], len(w2))

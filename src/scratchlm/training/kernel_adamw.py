@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scratchlm.ops.kernels.adamw import TYPES, Factors, Kinds, Place, Table, Tiling, move
+from scratchlm.accelerate.kernels.triton.adamw import (
+    TYPES,
+    Factors,
+    Kinds,
+    Place,
+    Table,
+    Tiling,
+    move,
+)
 from scratchlm.training.optimizers import AdamW, run_closure
 from scratchlm.training.twins import Twins
 

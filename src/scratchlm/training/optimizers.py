@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scratchlm.ops.kernels import launches_for
+from scratchlm.accelerate.kernels import launches_for
 
 CLIP_EPS = 1e-6
 # Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.

@@ -1,0 +1,355 @@
+"""Queries, keys, values and the attention of one new token in one kernel, for Hopper's clusters.
+
+    q, k, v = W_q h, W_k h, W_v h        h = norm(x)
+    a       = softmax(q · k / √d) v      over the new key and those in the cache
+
+These are two kernels elsewhere (`decode.py`, `decode_attention.py`), because a head's query is
+known only when all who multiplied its rows are done, and few multiprocessors are too slow to read
+its weights. Eight that form a cluster write into each other's shared memory, and wait for each
+other in less than a kernel's end and the next one's beginning take. A cluster takes a head:
+
+    a CTA       multiplies 8 rows of each of W_q, W_k, W_v, two of each a warp
+    every CTA   is sent all 128 numbers of q and k, and turns them to their place
+    a warp      attends to its 32nd of the old keys
+    a CTA       is sent the 32 shares of its 8 channels, and adds them up with the new value,
+                of which it has just these channels:
+
+    M = max s_i,   a = Σ a_i exp(s_i − M) / Σ exp(s_i − M)       s_i = m_i + log l_i
+
+What depends on nothing is asked for before the wait: weights, old keys and values. Where rows are
+long, W_v and the old values, which are needed last, come into the L2 cache only.
+
+The first dimension of every tensor here is the CTA. Gluon has no way yet to send a number to
+another one (3.6 and 3.7 refuse a conversion between them), so a few lines of it are PTX.
+"""
+
+# mypy: disallow_untyped_defs=False, disallow_any_decorated=False
+# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from scratchlm.accelerate.kernels.triton.decode_tiles import power_of_two
+
+CTAS, WARPS = 8, 4
+SHORT = gl.constexpr(8)  # keys of a warp up to which everything has room in registers
+# Lower than any score, yet finite: the difference of two such is 0, not NaN.
+_LOWEST = gl.constexpr(-1e30)
+
+
+@gluon.constexpr_function
+def _apart(each, lanes, warps):
+    """Return the layout in which a CTA has its entry of the first dimension."""
+    rank = len(each)
+    ctas = [[n] + [0] * (rank - 1) for n in (1, 2, 4)]
+    return gl.BlockedLayout(each, lanes, warps, list(range(rank - 1, -1, -1)), ctas)
+
+
+@gluon.jit
+def _cluster_begins():
+    """Say that this CTA is there: before, nobody may write into its memory."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.relaxed.aligned; // $0",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _send(number, to, slot):
+    """Send a number to CTA `to`, into a `slot` of its box; return where the box is.
+
+    One number a thread. Slots are bytes.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .shared .align 16 .b8 box[512];
+            .reg .u32 there;
+            barrier.cluster.wait.aligned;
+            mov.u32 $0, box;
+            add.u32 there, $0, $3;
+            mapa.shared::cluster.u32 there, there, $2;
+            st.shared::cluster.f32 [there], $1;
+            barrier.cluster.arrive.release.aligned;
+        }
+        """,
+        "=&r,f,r,r",
+        [number, to, slot],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _received(box, place, other):
+    """Wait until all have sent; return the numbers in two places of the box."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .u32 there;
+            barrier.cluster.wait.acquire.aligned;
+            add.u32 there, $2, $3;
+            ld.shared.f32 $0, [there];
+            add.u32 there, $2, $4;
+            ld.shared.f32 $1, [there];
+        }
+        """,
+        "=&f,=&f,r,r,r",
+        [box, place, other],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _exchange_pairs(mean, level, to, slot, place):
+    """Send (mean, level) of two neighbouring channels to CTA `to`; return two pairs from `place`.
+
+    Two channels a thread. In the box, a channel has its 32 pairs of 8 bytes one after the other.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .shared .align 16 .b8 pairs[2048];
+            .reg .u32 here, there;
+            mov.u32 here, pairs;
+            add.u32 there, here, $10;
+            mapa.shared::cluster.u32 there, there, $8;
+            st.shared::cluster.v2.f32 [there], {$4, $6};
+            st.shared::cluster.v2.f32 [there + 256], {$5, $7};
+            barrier.cluster.arrive.release.aligned;
+            barrier.cluster.wait.acquire.aligned;
+            add.u32 there, here, $12;
+            ld.shared.v4.f32 {$0, $2, $1, $3}, [there];
+        }
+        """,
+        "=&f,=&f,=&f,=&f,f,f,f,f,r,r,r,r,r,r",
+        [mean, level, to, slot, place],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _into_cache(pointers):
+    """Ask for the lines of 128 bytes that these point into."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [pointers],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _axis(SIZE: gl.constexpr, layout: gl.constexpr, AT: gl.constexpr):
+    """Return 0 … SIZE − 1 along dimension AT of three."""
+    if AT == 0:
+        i = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    elif AT == 1:
+        i = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    else:
+        i = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return i
+
+
+@gluon.jit
+def _of_warp(rows, j: gl.constexpr, ONE: gl.constexpr):
+    """Return the j-th of a warp's two rows, of (CTA, row), to all of its lanes."""
+    pairs = rows.reshape(8, 4, 2)
+    layout: gl.constexpr = pairs.type.layout
+    one = gl.sum(gl.where(_axis(2, layout, 2) == j, pairs, 0.0), 2)
+    return gl.convert_layout(one, gl.SliceLayout(2, ONE), assert_trivial=True)[:, :, None]
+
+
+@gluon.jit
+def _picked(both, kind: gl.constexpr, wanted: gl.constexpr):
+    """Return row `kind` of (CTA, 2, channel): a sum of registers, of which one counts."""
+    layout: gl.constexpr = both.type.layout
+    one = gl.sum(gl.where(_axis(2, layout, 1) == kind, both, 0.0), 1)
+    return gl.convert_layout(one, wanted, assert_trivial=True)
+
+
+@gluon.jit
+def _sent(q, k, ONE: gl.constexpr):
+    """Send (CTA, row) of q and k to all CTAs; return where they gather, q and then k.
+
+    All lanes know a warp's two numbers of each: eight lanes send each of them, to eight CTAs.
+    """
+    cta, warp, lane = _axis(8, ONE, 0), _axis(4, ONE, 1), _axis(32, ONE, 2)
+    kind, odd = lane // 16, lane // 8 % 2
+    of_q = gl.where(odd == 0, _of_warp(q, 0, ONE), _of_warp(q, 1, ONE))
+    of_k = gl.where(odd == 0, _of_warp(k, 0, ONE), _of_warp(k, 1, ONE))
+    slot = (kind * 64 + cta * 8 + warp * 2 + odd) * 4
+    return _send(gl.where(kind == 0, of_q, of_k), lane % 8, slot)
+
+
+@gluon.jit
+def _pairs(i, ROPE: gl.constexpr):
+    """Return the partner of each of 128 numbers, q and then k, their pair, and who is first."""
+    if ROPE == 1:
+        is_first = i % 64 < 32
+        partner = gl.where(is_first, i + 32, i - 32)
+        pair = i % 32
+    else:
+        is_first = i % 2 == 0
+        partner = i ^ 1
+        pair = i % 64 // 2
+    return partner, pair, is_first
+
+
+@gluon.jit
+def _share(query, k_block, v_block, seen):
+    """Return (mean, level) of each warp's keys: (CTA, warp, channel) and (CTA, warp, 1)."""
+    score = gl.sum(k_block.to(gl.float32) * query[:, None, None, :], 3)
+    score = gl.where(seen, score, _LOWEST)
+    top = gl.max(score, 2)
+    weight = gl.where(seen, gl.exp(score - top[:, :, None]), 0.0)
+    total = gl.sum(weight, 2)
+    acc = gl.sum(weight[:, :, :, None] * v_block.to(gl.float32), 2)
+    TWO: gl.constexpr = _apart([1, 1, 2], [1, 1, 32], [1, 4, 1])  # two channels a thread
+    top = gl.convert_layout(top, gl.SliceLayout(2, TWO), assert_trivial=True)
+    total = gl.convert_layout(total, gl.SliceLayout(2, TWO), assert_trivial=True)
+    some = total > 0.0  # a short row leaves shares empty
+    total = gl.where(some, total, 1.0)
+    level = gl.where(some, top + gl.log(total), _LOWEST)
+    return gl.convert_layout(acc, TWO) / total[:, :, None], level[:, :, None]
+
+
+@gluon.jit
+def _added_up(mean, level, new_score, v_new):
+    """Exchange the shares; return the sum of them and of the new value, (CTA, channel)."""
+    TWO: gl.constexpr = mean.type.layout
+    cta, warp, i = _axis(8, TWO, 0), _axis(4, TWO, 1), _axis(64, TWO, 2)
+    slot, place = (i % 8 * 32 + cta * 4 + warp) * 8, (warp * 64 + i) * 8
+    mean, level = _exchange_pairs(mean, level, i // 8, slot, place)
+    mean, level = mean.reshape(8, 8, 32), level.reshape(8, 8, 32)  # (CTA, channel, share)
+    SUM: gl.constexpr = gl.SliceLayout(2, mean.type.layout)
+    new_score = gl.convert_layout(new_score, gl.SliceLayout(1, SUM))[:, None]
+    top = gl.maximum(gl.max(level, 2), new_score)
+    weight, new_weight = gl.exp(level - top[:, :, None]), gl.exp(new_score - top)
+    mixed = gl.sum(weight * mean, 2) + new_weight * gl.convert_layout(v_new, SUM)
+    return mixed / (gl.sum(weight, 2) + new_weight)
+
+
+@gluon.jit
+def project_attend(
+    x,
+    gain,
+    w_q,
+    w_k,
+    w_v,
+    cos,
+    sin,
+    keys,
+    values,
+    lengths,
+    out,
+    K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    KEYS: gl.constexpr,
+    EPS: gl.constexpr,
+    ROPE: gl.constexpr,
+    SCALE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out[head] = attention of the new token; its key and value go into the cache.
+
+    Grid: a program, which is a cluster, for each of the heads, of 64 channels. A warp takes KEYS
+    old keys, so no row may have more than 32 · KEYS of them before this step. ROPE: as in
+    `decode_attention.py`.
+    """
+    EARLY: gl.constexpr = KEYS <= SHORT
+    _cluster_begins()
+    head = gl.program_id(0)
+
+    W: gl.constexpr = _apart([1, 2, 8], [1, 1, 32], [1, 4, 1])  # (CTA, row, column)
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, W)))
+    channel = _axis(8, W, 0) * 8 + _axis(8, W, 1)
+    place = (head * 64 + channel) * K + k[None, None, :]
+    inside = (k < K)[None, None, :] & (channel < 64)
+    rows_q = gl.load(w_q + place, mask=inside, other=0.0, eviction_policy="evict_first")
+    rows_k = gl.load(w_k + place, mask=inside, other=0.0, eviction_policy="evict_first")
+    if EARLY:
+        rows_v = gl.load(w_v + place, mask=inside, other=0.0, eviction_policy="evict_first")
+        g = gl.load(gain + k, mask=k < K, other=0.0)
+
+    KV: gl.constexpr = _apart([1, 1, 1, 8], [1, 1, 4, 8], [1, 4, 1, 1])  # (CTA, warp, key, channel)
+    CWT: gl.constexpr = gl.SliceLayout(3, KV)
+    length = gl.load(lengths).to(gl.int32)  # and so the new token's slot
+    t = (_axis(8, CWT, 0) * 4 + _axis(4, CWT, 1)) * KEYS + _axis(KEYS, CWT, 2)
+    d = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KV))))
+    own = head * CAPACITY * 64
+    old = own + t[:, :, :, None] * 64 + d[None, None, None, :]
+    seen = (t < length)[:, :, :, None] & (d < 64)[None, None, None, :]
+    k_block = gl.load(keys + old, mask=seen, other=0.0)
+    if EARLY:
+        v_block = gl.load(values + old, mask=seen, other=0.0)
+    else:
+        LINES: gl.constexpr = _apart([1, 1, 1], [1, 2, 16], [1, 4, 1])
+        row = head * 64 + _axis(8, LINES, 0) * 8 + _axis(8, LINES, 1)
+        _into_cache(w_v + row * K + gl.minimum(_axis(BLOCK_K // 64, LINES, 2) * 64, K - 1))
+        _into_cache(values + own + gl.minimum(t, gl.maximum(length - 1, 0)) * 64)
+
+    ONE: gl.constexpr = _apart([1, 1, 1], [1, 1, 32], [1, 4, 1])  # one number a thread
+    i = _axis(4, ONE, 1) * 32 + _axis(32, ONE, 2)
+    partner, pair, is_first = _pairs(i, ROPE)
+    if ROPE != 0:
+        cosine, sine = gl.load(cos + length * 32 + pair), gl.load(sin + length * 32 + pair)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    h = gl.load(x + k, mask=k < K, other=0.0)
+    norm = gl.rsqrt(gl.sum(h * h, 0) / K + EPS)
+    if not EARLY:
+        g = gl.load(gain + k, mask=k < K, other=0.0)
+    h = (h * g.to(gl.float32))[None, None, :]
+    q = gl.sum(rows_q.to(gl.float32) * h, 2) * norm
+    k_new = gl.sum(rows_k.to(gl.float32) * h, 2) * norm
+    if not EARLY:
+        rows_v = gl.load(w_v + place, mask=inside, other=0.0, eviction_policy="evict_first")
+        v_block = gl.load(values + old, mask=seen, other=0.0)
+    box = _sent(q, k_new, ONE)
+    v_new = (gl.sum(rows_v.to(gl.float32) * h, 2) * norm).to(values.dtype.element_ty)
+    CR: gl.constexpr = gl.SliceLayout(2, W)
+    c, r = gl.arange(0, 8, gl.SliceLayout(1, CR)), gl.arange(0, 8, gl.SliceLayout(0, CR))
+    gl.store(values + own + length * 64 + c[:, None] * 8 + r[None, :], v_new)
+
+    y, y_of_partner = _received(box, i * 4, partner * 4)
+    if ROPE != 0:
+        y = y * cosine + gl.where(is_first, -y_of_partner, y_of_partner) * sine
+    # From one number a thread to the eight channels that a thread has of every key
+    BOTH: gl.constexpr = gl.SliceLayout(1, _apart([1, 1, 2, 8], [1, 1, 4, 8], [1, 4, 1, 1]))
+    CD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, KV))
+    y = gl.convert_layout(y.reshape(8, 2, 64), BOTH)
+    query = _picked(y, 0, CD) * SCALE
+    new_key = _picked(y, 1, CD).to(keys.dtype.element_ty)  # as the cache will give it back
+    c, d = gl.arange(0, 8, gl.SliceLayout(1, CD)), gl.arange(0, 64, gl.SliceLayout(0, CD))
+    slot = own + length * 64 + c[:, None] * 0 + d[None, :]
+    gl.store(keys + slot, new_key, mask=(c == 0)[:, None] & (d < 64)[None, :])
+
+    mean, level = _share(query, k_block, v_block, t < length)
+    new_score = gl.sum(query * new_key.to(gl.float32), 1)
+    mixed = _added_up(mean, level, new_score, v_new.to(gl.float32))
+    SUM: gl.constexpr = mixed.type.layout
+    c, d = gl.arange(0, 8, gl.SliceLayout(1, SUM)), gl.arange(0, 8, gl.SliceLayout(0, SUM))
+    gl.store(out + head * 64 + c[:, None] * 8 + d[None, :], mixed.to(out.dtype.element_ty))
+
+
+def keys_of_a_warp(reach: int) -> int:
+    """Return how many keys each of a cluster's warps takes of rows of up to `reach`."""
+    return max(4, power_of_two(-(-reach // (CTAS * WARPS))))

@@ -1,0 +1,1 @@
+"""Kernels in Triton, for any recent GPU."""

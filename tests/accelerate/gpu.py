@@ -1,0 +1,47 @@
+"""What tests of GPU kernels share: who can run them, and beside what; what they compile to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scratchlm.accelerate import hopper
+
+
+def is_hopper():
+    return torch.cuda.is_available() and hopper.is_hopper(torch.cuda.current_device())
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
+
+
+def relative_error(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def loss_and_gradients(model, ids, **more):
+    """Return the loss of one step under autocast, and every parameter's gradient."""
+    model.zero_grad()
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        value = model.loss(ids, ids, **more)
+    value.backward()
+    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def heard(monkeypatch, module, name):
+    """Return the list of calls of a module's function from now on: what each was given."""
+    calls, run = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: (calls.append(given), run(*given))[1])
+    return calls
+
+
+def compiled_lines(program, *arguments):
+    """Return what a program beside this file prints, compiling without Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
