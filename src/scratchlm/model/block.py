@@ -6,24 +6,19 @@ post-norm   y = Norm(x + Attn(x));  z = Norm(y + FFN(y))
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm import config as kinds
 from scratchlm.config import ModelConfig
-from scratchlm.model.attention import MultiHeadSelfAttention, Scene
-from scratchlm.model.layers import (
-    MLP,
-    LayerNorm,
-    RMSNorm,
-    SwiGLU,
-    add_then_norm,
-    side_by_side,
-)
+from scratchlm.model.attention import ForwardContext, MultiHeadSelfAttention
+from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SwiGLU
 from scratchlm.model.moe import MoE
 from scratchlm.model.rotary import RotaryEmbedding
-from scratchlm.ops import Ops, Routed, get_ops
+from scratchlm.ops import Ops, get_ops
 
 
 def make_norm(config: ModelConfig, **where: object) -> nn.Module:
@@ -33,7 +28,10 @@ def make_norm(config: ModelConfig, **where: object) -> nn.Module:
             return RMSNorm(config.d_model, eps, **where)  # type: ignore[arg-type]
         case kinds.LayerNorm(eps=eps, bias=bias):
             return LayerNorm(config.d_model, eps, bias, **where)  # type: ignore[arg-type]
-    return nn.Identity()
+        case kinds.NoNorm():
+            return nn.Identity()
+        case _:
+            assert_never(config.norm)
 
 
 def make_ffn(config: ModelConfig, **where: object) -> SwiGLU | MLP | MoE:
@@ -53,6 +51,8 @@ def make_ffn(config: ModelConfig, **where: object) -> SwiGLU | MLP | MoE:
             return MLP(d_model, d_ff, activation, bias, **where)  # type: ignore[arg-type]
         case kinds.SwiGLU(bias=bias):
             return SwiGLU(d_model, d_ff, bias, **where)  # type: ignore[arg-type]
+        case _:
+            assert_never(config.ffn)
 
 
 class TransformerBlock(nn.Module):
@@ -97,29 +97,20 @@ class TransformerBlock(nn.Module):
         x: Float[Tensor, "*batch seq d_model"],
         token_positions: Int[Tensor, "*positions seq"] | None = None,
         *,
-        scene: Scene | None = None,
-        routes: list[Routed] | None = None,
+        context: ForwardContext | None = None,
     ) -> Float[Tensor, "*batch seq d_model"]:
-        """Apply attention and the feed-forward layer, each beside a residual path."""
+        """Apply attention and the feed-forward layer, each beside the residual stream."""
         if self.post_norm:
-            y = self.ln1(x + self.attn(x, token_positions, scene=scene))
-            return self.ln2(y + self._ffn(y, routes))
-        attended = self.attn(self.ln1(x), token_positions, scene=scene)
-        if isinstance(self.ffn, MoE):  # its router wants the norm as wide as it is
-            y = x + attended
-            return y + self.ffn(self.ln2(y), routes)
-        y, normed = add_then_norm(x, attended, self.ln2)
-        return y + self.ffn(normed)
+            x = self.ln1(x + self.attn(x, token_positions, context=context))
+            return self.ln2(x + self.feed_forward(x, context))
+        x = x + self.attn(self.ln1(x), token_positions, context=context)
+        return x + self.feed_forward(self.ln2(x), context)
 
-    def lay_weights_side_by_side(self) -> None:
-        """Let weights that multiply one input lie together in memory: decoding reads them so."""
-        attn, ffn = self.attn, self.ffn
-        side_by_side([attn.q_proj, attn.k_proj, attn.v_proj])
-        if isinstance(ffn, SwiGLU):
-            side_by_side([ffn.w1, ffn.w3])
-
-    def _ffn(self, x: Tensor, routes: list[Routed] | None) -> Tensor:
-        return self.ffn(x, routes) if isinstance(self.ffn, MoE) else self.ffn(x)
+    def feed_forward(self, x: Tensor, context: ForwardContext | None) -> Tensor:
+        """Apply the feed-forward layer; a mixture of experts also notes its routing."""
+        if isinstance(self.ffn, MoE) and context is not None:
+            return self.ffn(x, context.routes)
+        return self.ffn(x)
 
 
 def make_rope(
@@ -131,4 +122,7 @@ def make_rope(
             return RotaryEmbedding(
                 theta, config.d_head, config.context_length, layout, scaling, device=device, ops=ops
             )
-    return None
+        case kinds.Learned() | kinds.Sinusoidal() | kinds.NoPositions():
+            return None
+        case _:
+            assert_never(config.positions)

@@ -11,16 +11,19 @@ to NaN (`ops/ranges.py`), so that nothing faults, nothing waits, and the loss sh
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from scratchlm import config as kinds
 from scratchlm.config import ModelConfig
-from scratchlm.model.attention import Scene
+from scratchlm.model.attention import ForwardContext
 from scratchlm.model.block import TransformerBlock, make_norm, make_rope
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions
+from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions, TiedHead
+from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
 from scratchlm.ops.ranges import keep_in_range, mark
 
@@ -44,23 +47,21 @@ class Transformer(nn.Module):
         self.token_embeddings = Embedding(
             config.vocab_size, config.d_model, std=std, device=device, dtype=dtype, ops=ops
         )
-        self.position_embeddings: Embedding | SinusoidalPositions | None = None
-        if isinstance(config.positions, kinds.Learned):
-            self.position_embeddings = Embedding(
-                config.context_length, config.d_model, std=std, device=device, dtype=dtype, ops=ops
-            )
-        elif isinstance(config.positions, kinds.Sinusoidal):
-            self.position_embeddings = SinusoidalPositions(
-                config.context_length, config.d_model, device=device
-            )
-        self.rope = make_rope(config, device=device, ops=ops)
+        self.position_embeddings = make_positions(config, std, device=device, dtype=dtype, ops=ops)
+        rope = make_rope(config, device=device, ops=ops)  # one for all layers
         self.layers = nn.ModuleList(
-            TransformerBlock(config, layer, self.rope, device=device, dtype=dtype, ops=ops)
+            TransformerBlock(config, layer, rope, device=device, dtype=dtype, ops=ops)
             for layer in range(config.num_layers)
         )
         self.ln_final: nn.Module = nn.Identity()
         if config.norm_placement == "pre":  # post-norm blocks end in a norm already
             self.ln_final = make_norm(config, device=device, dtype=dtype, ops=self.ops)
+
+    @property
+    def rope(self) -> RotaryEmbedding | None:
+        """The rotary embedding of the first layer, which all layers share."""
+        rope: RotaryEmbedding | None = self.layers[0].attn.rope  # type: ignore[union-attr,assignment]
+        return rope
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew, from `generator` if given."""
@@ -90,33 +91,43 @@ class Transformer(nn.Module):
             mask = CausalMask(key_valid=attention_mask, documents=document_ids)
         else:
             cache.reserve(token_ids.shape[1], attention_mask)
-            self._check_length(cache.reserved_length)
+            self.check_length(cache.reserved_length)
             mask = cache.mask
-        x, places = self._embed(token_ids, _places(token_ids, positions, mask))
-        rotation = None if self.rope is None else self.rope.at(places)
-        scene = Scene(mask, rotation, cache)
+        x, positions = self._embed(token_ids, _positions(token_ids, positions, mask))
+        context = self.make_context(mask, positions, cache, routes)
         for layer in self.layers:
-            x = layer(x, scene=scene, routes=routes)
+            x = layer(x, context=context)
         if cache is not None:
             cache.advance()
         return self.ln_final(x)
 
+    def make_context(
+        self,
+        mask: CausalMask,
+        positions: Tensor | range,
+        cache: KVCache | None,
+        routes: list[Routed] | None,
+    ) -> ForwardContext:
+        """Gather what the layers of one forward share."""
+        return ForwardContext(mask, positions, cache, routes)
+
     def _embed(
-        self, token_ids: Tensor, places: Tensor | slice
-    ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | slice]:
-        """Look the tokens and their positions up; return them, and positions safe to look up."""
+        self, token_ids: Tensor, positions: Tensor | range
+    ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | range]:
+        """Look tokens and positions up; return them, and positions that are safe to look up."""
         x = self.token_embeddings(token_ids)
-        if isinstance(places, Tensor):
-            places, misplaced = keep_in_range(places, self.config.context_length)
-            x = mark(x, misplaced)
+        if isinstance(positions, Tensor):
+            positions, wrong = keep_in_range(positions, self.config.context_length)
+            x = mark(x, wrong)
         if self.position_embeddings is not None:
-            index = places
-            if isinstance(index, slice):
+            index = positions
+            if isinstance(index, range):
                 index = torch.arange(index.start, index.stop, device=token_ids.device)
             x = x + self.position_embeddings(index).to(x.dtype)
-        return x, places
+        return x, positions
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence longer than the context."""
         if length > self.config.context_length:
             raise ValueError(
                 f"the sequence must not exceed context_length={self.config.context_length}; "
@@ -135,7 +146,7 @@ class Transformer(nn.Module):
             raise ValueError(f"token_ids must be (batch, seq); got shape {tuple(token_ids.shape)}")
         batch, seq = token_ids.shape
         if cache is None:
-            self._check_length(seq)
+            self.check_length(seq)
         if positions is not None:
             by_row = positions.ndim == 2 and (
                 positions.shape[0] == 1 or positions.shape[0] == batch
@@ -161,8 +172,24 @@ class Transformer(nn.Module):
             raise ValueError("document_ids and cache cannot be used together")
 
 
-def _places(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Tensor | slice:
-    """Say where the tokens stand: in a row from a start, or at positions of their own."""
+def make_positions(
+    config: ModelConfig, std: float, **where: object
+) -> Embedding | SinusoidalPositions | None:
+    """Build the absolute positions a config names, if it names any."""
+    size = config.context_length, config.d_model
+    match config.positions:
+        case kinds.Learned():
+            return Embedding(*size, std=std, **where)  # type: ignore[arg-type]
+        case kinds.Sinusoidal():
+            return SinusoidalPositions(*size, device=where["device"])  # type: ignore[arg-type]
+        case kinds.Rotary() | kinds.NoPositions():
+            return None
+        case _:
+            assert_never(config.positions)
+
+
+def _positions(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Tensor | range:
+    """Return the tokens' positions: consecutive ones as a range, or a tensor."""
     if positions is not None:
         return positions
     if mask.slots is not None:
@@ -171,7 +198,7 @@ def _places(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Te
         return (mask.key_valid.cumsum(dim=-1) - 1).clamp(min=0)
     if mask.documents is not None:
         return _positions_in_document(mask.documents)
-    return slice(mask.start, mask.start + token_ids.shape[1])
+    return range(mask.start, mask.start + token_ids.shape[1])
 
 
 def _positions_in_document(documents: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
@@ -194,8 +221,10 @@ class TransformerLM(Transformer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, ops, device=device, dtype=dtype)
-        self.lm_head: Linear | None = None  # tied: the embedding table is the head
-        if not config.tie_embeddings:
+        self.lm_head: nn.Module
+        if config.tie_embeddings:
+            self.lm_head = TiedHead(self, ops=ops)
+        else:
             self.lm_head = Linear(
                 config.d_model, config.vocab_size, device=device, dtype=dtype, ops=ops
             )
@@ -216,20 +245,14 @@ class TransformerLM(Transformer):
         `document_ids` mark packed documents, which do not see each other and count their positions
         from 0.
         """
-        return self.head(
-            self.hidden(
-                token_ids,
-                positions=positions,
-                cache=cache,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-            )
+        hidden = self.hidden(
+            token_ids,
+            positions=positions,
+            cache=cache,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
         )
-
-    def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
-        """Turn hidden states into logits."""
-        head = self.token_embeddings if self.lm_head is None else self.lm_head
-        return self.ops.linear(hidden, head.weight)
+        return self.lm_head(hidden)
 
     def next_token_probabilities(
         self, token_ids: Int[Tensor, "batch seq"], temperature: float = 1.0, **context: Tensor
@@ -240,7 +263,7 @@ class TransformerLM(Transformer):
         last = last_token(token_ids, context.get("attention_mask"))
         hidden = self.hidden(token_ids, **context)  # type: ignore[arg-type]
         row = torch.arange(len(token_ids), device=token_ids.device)
-        return self.ops.softmax(self.head(hidden[row, last]).float() / temperature, dim=-1)
+        return self.ops.softmax(self.lm_head(hidden[row, last]).float() / temperature, dim=-1)
 
     def loss(
         self,
@@ -257,14 +280,27 @@ class TransformerLM(Transformer):
         hidden = self.hidden(
             token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
         )
-        head = self.token_embeddings if self.lm_head is None else self.lm_head
-        loss = self.ops.linear_cross_entropy(
-            hidden, head.weight, targets, ignore_index=ignore_index, z_loss=z_loss
-        )
-        if isinstance(self.config.ffn, kinds.MoE) and self.config.ffn.load_balance_weight:
+        loss = self.head_loss(hidden, targets, ignore_index=ignore_index, z_loss=z_loss)
+        if (
+            isinstance(self.config.ffn, kinds.MoE)
+            and self.config.ffn.load_balance_weight
+            and routes
+        ):
             balance = [load_balancing_loss(r.probabilities, r.experts) for r in routes]
             loss = loss + self.config.ffn.load_balance_weight * torch.stack(balance).mean()
         return loss
+
+    def head_loss(
+        self,
+        hidden: Float[Tensor, "batch seq d_model"],
+        targets: Int[Tensor, "batch seq"],
+        *,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+    ) -> Float[Tensor, ""]:
+        """Return the mean cross-entropy of the logits of these hidden states."""
+        logits = self.lm_head(hidden)
+        return self.ops.cross_entropy(logits, targets, ignore_index=ignore_index, z_loss=z_loss)
 
 
 def last_token(
