@@ -4,22 +4,20 @@
     ∂x = Wᵀ ∂y,  ∂W = ∂y xᵀ       the gradient ∂y rounded to e5m2 (a wider range)
 
 Every matrix is scaled by its own largest magnitude, found anew each time: by a pass of its own, or,
-in SwiGLU, by the gate that writes it. What products keep for the backward pass is 8 bits too.
-Everything else, the head and the loss included, is `ops/fast.py`'s.
-Opt-in: `TransformerLM(config, ops="fp8")`, or `train.precision = "fp8"`.
+in SwiGLU, by the gate that writes it. What products keep for the backward pass is 8 bits too. The
+LM head and the loss stay as they are. `train.precision = "fp8"` calls `enable_fp8`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scratchlm.accelerate.kernels import launches_for
-from scratchlm.ops import fast
+from scratchlm.errors import ScratchLMError
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _WHOLE = 16  # what every side of an 8-bit product must be a multiple of
@@ -31,24 +29,24 @@ def runs_by_kernel(x: Tensor) -> bool:
 
 
 def quantize(
-    x: Tensor, kind: torch.dtype, greatest: Tensor | None = None
+    x: Tensor, kind: torch.dtype, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix in 8 bits, its transpose in 8 bits, and the scale of both.
 
-    `greatest` is its largest magnitude, where whoever made the matrix knows it.
+    `amax` is its largest magnitude, where whoever made the matrix knows it.
     """
     if runs_by_kernel(x):
         from scratchlm.accelerate.kernels.triton.fp8_quantize import quantize as by_kernel
 
-        q, turned, scale = by_kernel(x, kind, greatest)
-        return q, turned, scale
-    top, largest = _greatest_of(x) if greatest is None else greatest, torch.finfo(kind).max
+        q, transposed, scale = by_kernel(x, kind, amax)
+        return q, transposed, scale
+    top, largest = _amax_of(x) if amax is None else amax, torch.finfo(kind).max
     scale = torch.where(top > 0, top / largest, 1.0)
     q = (x.float() / scale).clamp(-largest, largest).to(kind)
     return q, q.t().contiguous(), scale
 
 
-def _greatest_of(x: Tensor) -> Tensor:
+def _amax_of(x: Tensor) -> Tensor:
     return x.abs().amax().float()
 
 
@@ -57,17 +55,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        low_x, turned_x, scale_x = quantize(x, FORWARD)
-        low_w, turned_w, scale_w = quantize(weight, FORWARD)
-        ctx.save_for_backward(turned_x, scale_x, turned_w, scale_w)
+        low_x, t_x, scale_x = quantize(x, FORWARD)
+        low_w, t_w, scale_w = quantize(weight, FORWARD)
+        ctx.save_for_backward(t_x, scale_x, t_w, scale_w)
         return _multiply(low_x, low_w, scale_x, scale_w)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
-        turned_x, scale_x, turned_w, scale_w = ctx.saved_tensors
-        low, turned, scale = quantize(slope, BACKWARD)
-        of_x = _multiply(low, turned_w, scale, scale_w)
-        return of_x, _multiply(turned, turned_x, scale, scale_x)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        t_x, scale_x, t_w, scale_w = ctx.saved_tensors
+        low, transposed, scale = quantize(grad_output, BACKWARD)
+        grad_x = _multiply(low, t_w, scale, scale_w)
+        return grad_x, _multiply(transposed, t_x, scale, scale_x)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -78,52 +76,52 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        low_x, turned_x, scale_x = quantize(x, FORWARD)
-        low_13, turned_13, scale_13 = quantize(w13, FORWARD)
+        low_x, t_x, scale_x = quantize(x, FORWARD)
+        low_13, t_13, scale_13 = quantize(w13, FORWARD)
         joined = _multiply(low_x, low_13, scale_x, scale_13)
-        hidden, greatest = _gate(joined)
-        low_h, turned_h, scale_h = quantize(hidden, FORWARD, greatest)
-        low_2, turned_2, scale_2 = quantize(w2, FORWARD)
+        hidden, amax = _gate(joined)
+        low_h, t_h, scale_h = quantize(hidden, FORWARD, amax)
+        low_2, t_2, scale_2 = quantize(w2, FORWARD)
         scales = scale_x, scale_13, scale_h, scale_2
-        ctx.save_for_backward(joined, turned_x, turned_13, turned_h, turned_2, *scales)
+        ctx.save_for_backward(joined, t_x, t_13, t_h, t_2, *scales)
         return _multiply(low_h, low_2, scale_h, scale_2)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        joined, turned_x, turned_13, turned_h, turned_2, *scales = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        joined, t_x, t_13, t_h, t_2, *scales = ctx.saved_tensors
         scale_x, scale_13, scale_h, scale_2 = scales
-        low, turned, scale = quantize(slope, BACKWARD)
-        of_h = _multiply(low, turned_2, scale, scale_2)
-        of_2 = _multiply(turned, turned_h, scale, scale_h)
-        of_joined, greatest = _gate_back(joined, of_h)
-        low, turned, scale = quantize(of_joined, BACKWARD, greatest)
-        of_x = _multiply(low, turned_13, scale, scale_13)
-        return of_x, _multiply(turned, turned_x, scale, scale_x), of_2
+        low, transposed, scale = quantize(grad_output, BACKWARD)
+        grad_h = _multiply(low, t_2, scale, scale_2)
+        grad_w2 = _multiply(transposed, t_h, scale, scale_h)
+        grad_joined, amax = _gate_back(joined, grad_h)
+        low, transposed, scale = quantize(grad_joined, BACKWARD, amax)
+        grad_x = _multiply(low, t_13, scale, scale_13)
+        return grad_x, _multiply(transposed, t_x, scale, scale_x), grad_w2
 
 
 def _gate(joined: Tensor) -> tuple[Tensor, Tensor]:
     """Return h = SiLU(a) ⊙ b of the joined [a; b], and its largest magnitude."""
     if runs_by_kernel(joined):
-        from scratchlm.accelerate.kernels.triton.swiglu_gate import measured_gate as by_kernel
+        from scratchlm.accelerate.kernels.triton.swiglu_gate import swiglu_gate_amax
 
-        hidden, greatest = by_kernel(joined)
-        return hidden, greatest
+        hidden, amax = swiglu_gate_amax(joined)
+        return hidden, amax
     a, b = joined.chunk(2, dim=-1)
     hidden = F.silu(a) * b
-    return hidden, _greatest_of(hidden)
+    return hidden, _amax_of(hidden)
 
 
-def _gate_back(joined: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [∂a; ∂b] where `slope` is ∂h, and its largest magnitude."""
+def _gate_back(joined: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [∂a; ∂b] where `grad_output` is ∂h, and its largest magnitude."""
     if runs_by_kernel(joined):
-        from scratchlm.accelerate.kernels.triton.swiglu_gate import measured_gate_back as by_kernel
+        from scratchlm.accelerate.kernels.triton.swiglu_gate import swiglu_gate_backward_amax
 
-        of_joined, greatest = by_kernel(joined, slope)
-        return of_joined, greatest
+        grad_joined, amax = swiglu_gate_backward_amax(joined, grad_output)
+        return grad_joined, amax
     a, b = joined.chunk(2, dim=-1)
-    of_a = torch.ops.aten.silu_backward(slope * b, a)
-    of_joined = torch.cat((of_a, slope * F.silu(a)), dim=-1)
-    return of_joined, _greatest_of(of_joined)
+    grad_a = torch.ops.aten.silu_backward(grad_output * b, a)
+    grad_joined = torch.cat((grad_a, grad_output * F.silu(a)), dim=-1)
+    return grad_joined, _amax_of(grad_joined)
 
 
 def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -132,76 +130,43 @@ def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=low, use_fast_accum=True)
 
 
-def _fits(rows: int, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether all sides of the product are multiples of 16."""
+    rows = x.shape[:-1].numel()
     return all(side % _WHOLE == 0 for side in (rows, *weight.shape))
 
 
-def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """[W₁ x; W₂ x; …]: in 8 bits where training runs low and the sides are whole."""
-    joined = fast.in_one(weights, torch.bfloat16)
-    rows = x.reshape(-1, x.shape[-1])
-    if _fits(len(rows), joined):
-        y = _Product.apply(rows.to(torch.bfloat16), joined).view(*x.shape[:-1], len(joined))
-    else:
-        y = F.linear(x, joined)
-    if all(bias is None for bias in biases):
-        return y
-    parts = zip(weights, biases, strict=True)
-    return y + torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts]).to(y.dtype)
-
-
-def _runs_low(x: Tensor) -> bool:
+def is_on(x: Tensor) -> bool:
+    """Whether products of this input run low: training, under autocast."""
     return torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x (+ b)."""
-    return _product(x, [weight], [bias]) if _runs_low(x) else fast.linear(x, weight, bias)
+    """y = W x (+ b) with W in bfloat16: in 8 bits where the sides are whole."""
+    if fits(x, weight):
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        y = _Product.apply(rows, weight).view(*x.shape[:-1], len(weight))
+    else:
+        y = F.linear(x, weight)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
-def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """[W₁ x; W₂ x; …] in one product."""
-    product = _product if _runs_low(x) else fast.joined_product
-    return product(x, weights, biases)
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """W2(SiLU(W1 x) ⊙ W3 x) with weights in bfloat16, where the sides `fit`."""
+    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    y: Tensor = _SwiGLU.apply(rows, w13, w2)
+    return y.view(*x.shape[:-1], len(w2))
 
 
-def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> Sequence[Tensor]:
-    """Several maps of one input, in one product."""
-    if not _runs_low(x):
-        return fast.linears(x, weights, biases)
-    return _product(x, weights, biases).split([len(weight) for weight in weights], dim=-1)
-
-
-def swiglu(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    b3: Tensor | None = None,
-) -> Tensor:
-    """W2(SiLU(W1 x) ⊙ W3 x)."""
-    if not _runs_low(x):
-        return fast.swiglu(x, w1, w2, w3, b1, b2, b3)
-    rows = x.reshape(-1, x.shape[-1])
-    plain = b1 is None and b2 is None and b3 is None
-    if plain and _fits(len(rows), w1) and _fits(len(rows), w2):
-        w13, w2 = fast.in_one((w1, w3), torch.bfloat16), fast.in_one((w2,), torch.bfloat16)
-        y = _SwiGLU.apply(rows.to(torch.bfloat16), w13, w2)
-        return y.view(*x.shape[:-1], len(w2))
-    return linear(fast.gate(_product(x, (w1, w3), (b1, b3))), w2, b2)
-
-
-def mlp(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    """W2 act(W1 x)."""
-    return linear(fast.ACTIVATIONS[activation](linear(x, w1, b1)), w2, b2)
+def enable_fp8(model: nn.Module) -> None:
+    """Let the layers' products of an accelerated model run in 8 bits where it trains."""
+    layers: nn.Module = model.layers  # type: ignore[assignment]
+    able = [module for module in layers.modules() if hasattr(module, "fp8")]
+    if not able:
+        raise ScratchLMError("precision fp8 needs an accelerated model with the fast ops")
+    device = next(model.parameters()).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ScratchLMError(f"precision fp8 needs a GPU that multiplies 8 bits; got {name}")
+    for module in able:
+        module.fp8 = True  # type: ignore[assignment]

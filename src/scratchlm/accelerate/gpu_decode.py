@@ -1,14 +1,14 @@
 """One decoding step of a whole model in a few kernels per layer.
 
-    step = FusedStep(model, cache)
+    step = GPUStep(model, cache)
     step.ids.copy_(tokens); step.lengths.copy_(cache.lengths)
     step.run()                             step.logits; step.lengths has grown by 1
 
 Everything lives in buffers that stay where they are, so that the launches can be recorded once as
 a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
-formulas are `ops/reference.py`'s, the kernels `ops/kernels/decode.py`'s. Up to `MAX_ROWS` rows go
-through the matrix-vector kernels; more go through torch's matrix products. The residual stream is
-kept in float32, so a low-precision model loses a little less here than in its own forward.
+formulas are `ops/reference.py`'s, the kernels `kernels/triton/decode.py`'s. Up to `MAX_ROWS` rows
+go through the matrix-vector kernels; more go through torch's matrix products. The residual stream
+is kept in float32, so a low-precision model loses a little less here than in its own forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scratchlm import config as kinds
 from scratchlm.accelerate import hopper
+from scratchlm.accelerate.decoding import why_not_model
 from scratchlm.accelerate.kernels.triton.decode_tiles import (
     CLUSTER_HEAD,
     CLUSTER_KEYS,
@@ -35,7 +35,6 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     power_of_two,
 )
 from scratchlm.model.attention import MultiHeadSelfAttention
-from scratchlm.model.block import TransformerBlock
 from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import (
     MLP,
@@ -46,37 +45,12 @@ from scratchlm.model.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
-from scratchlm.ops import OPS
 
 GREEDY_PARTS = 32  # programs per row that look for the greatest logit
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_not_fused(model: TransformerLM) -> str | None:
-    """Return why this model cannot take the fused step, or None when it can."""
-    config, weights = model.config, list(model.parameters())
-    if type(model) is not TransformerLM:
-        return "a model of another class"  # it may have changed what a step is
-    if isinstance(config.ffn, kinds.MoE):
-        return "a mixture of experts"
-    if config.norm_placement != "pre":
-        return "post-norm blocks"
-    if model.ops is not OPS["fast"]:
-        return "ops other than 'fast'"
-    if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
-        return "weights that are not plain contiguous parameters"
-    if {weight.dtype for weight in weights} - {weights[0].dtype} or weights[0].dtype not in _DTYPES:
-        return "weights that are not all bfloat16, all float16 or all float32"
-    plain = {TransformerBlock, MultiHeadSelfAttention, RotaryEmbedding, RMSNorm, LayerNorm}
-    plain |= {SwiGLU, MLP, Linear, nn.Identity}
-    if any(type(module) not in plain for layer in model.layers for module in layer.modules()):
-        return "layers of another kind than ours"
-    return None
-
-
-class FusedStep:
+class GPUStep:
     """The buffers and the launches of one step for `model` and the rows of `cache`."""
 
     def __init__(
@@ -89,9 +63,9 @@ class FusedStep:
         tiles: Mapping[str, Tile] | None = None,
         spread: Spread | None = None,
     ) -> None:
-        reason = why_not_fused(model)
+        reason = why_not_model(model)
         if reason is not None:
-            raise ValueError(f"the fused step does not take {reason}")
+            raise ValueError(f"the GPU decoder does not take {reason}")
         self.model, self.cache, self.greedy = model, cache, greedy
         self.rows = rows = cache.batch_size
         self.few = rows <= MAX_ROWS
@@ -164,8 +138,8 @@ class FusedStep:
         modules = (self.model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head())
         return tuple(module.weight.data_ptr() for module in modules)
 
-    def _head(self) -> Embedding | Linear:
-        return self.model.token_embeddings if self.model.lm_head is None else self.model.lm_head
+    def _head(self) -> Any:
+        return self.model.lm_head
 
     # Launching
 

@@ -13,31 +13,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scratchlm.accelerate.decoding import Unchanged, model_step
+from scratchlm.accelerate.gpu_decode import GPUStep, Spread, Tile
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.model.fused import FusedStep, Spread, Tile, why_not_fused
-
-# Recording costs about as much as this many plain steps; fewer are not worth it.
-WORTH_RECORDING = 16
-
-
-def why_not(model: TransformerLM) -> str | None:
-    """Return why `GraphDecoder` cannot serve this model here, or None when it can."""
-    weight = model.token_embeddings.weight
-    if weight.device.type != "cuda":
-        return f"a model on {weight.device.type}"
-    if weight.device.index != torch.cuda.current_device():
-        return "a model on another GPU than the current one"
-    if torch.cuda.get_device_capability(weight.device) < (8, 0):
-        return "a GPU older than compute capability 8.0"
-    if find_spec("triton") is None:
-        return "an installation without triton"
-    return why_not_fused(model)
 
 
 class GraphDecoder:
@@ -66,7 +49,8 @@ class GraphDecoder:
             device = model.token_embeddings.weight.device
             pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.pdl = pdl
-        self.fused: FusedStep
+        self._unchanged = Unchanged(model)
+        self.fused: GPUStep
         self._recorded: dict[int, torch.cuda.CUDAGraph]  # for rows of up to so many keys
         self.reach: int  # which of them the last step was
         self._bound: tuple[int, ...]  # addresses the recording holds for true
@@ -86,6 +70,8 @@ class GraphDecoder:
 
         The logits are float32, in memory that the next step writes again.
         """
+        if tokens is None and not self._unchanged:
+            return model_step(self.model, self.fused.ids, self.cache)
         cache = self.cache
         if self._where() != self._bound:
             if tokens is None:
@@ -94,7 +80,7 @@ class GraphDecoder:
         fused = self.fused
         synchronous = cache.length == self._length and cache.row_lengths is self._row_lengths
         cache.reserve(1)
-        self.model._check_length(cache.reserved_length)
+        self.model.check_length(cache.reserved_length)
         if not synchronous:
             fused.lengths.copy_(cache.lengths)
         if tokens is not None:
@@ -111,6 +97,9 @@ class GraphDecoder:
             self._recorded[self.reach].replay()
         else:
             fused.run(self.reach)
+        if tokens is not None and not self._unchanged:  # looked up while the device works
+            self._length = -1
+            return model_step(self.model, tokens, cache)
         cache.advance()
         self._length, self._row_lengths = cache.length, cache.row_lengths
         return fused.logits
@@ -137,8 +126,8 @@ class GraphDecoder:
                 self._record()
         self._bound = self._where()
 
-    def _make(self, pdl: bool) -> FusedStep:
-        return FusedStep(
+    def _make(self, pdl: bool) -> GPUStep:
+        return GPUStep(
             self.model,
             self.cache,
             pdl=pdl,
