@@ -116,7 +116,7 @@ def token_paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Return the data and the sidecar of a token file named with or without `.bin`."""
     path = Path(path)
     stem = path.with_suffix("") if path.suffix in (".bin", ".json") else path
-    return stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".json")
+    return stem.parent / f"{stem.name}.bin", stem.parent / f"{stem.name}.json"
 
 
 def read_sidecar(path: str | os.PathLike[str]) -> TokenFileInfo:
