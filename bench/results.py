@@ -50,7 +50,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def write_section(title: str, command: str, where: str, with_: str, body: str) -> None:
     """Replace the section `title` of RESULTS.md, or add it at the end; no other line changes.
 
-    Where OUT names a folder, a copy is left there: a machine that is lent keeps nothing else.
+    Where OUT names a folder, a copy is left there, for runs on a remote machine.
     """
     date = datetime.date.today().isoformat()
     section = f"## {title}\n\n`{command}`, {date}, {where}; {with_}.\n\n{body.strip()}\n"
