@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
+from scratchlm.durable import fsync_directory
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.keys import FAMILIES
@@ -248,17 +249,9 @@ class _whole_or_not:
         if kind is not None:
             shutil.rmtree(self.beside, ignore_errors=True)
             return
-        _sync(self.beside)
+        fsync_directory(self.beside)
         self.beside.rename(self.directory)
-        _sync(self.directory.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        fsync_directory(self.directory.parent)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
