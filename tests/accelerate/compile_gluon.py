@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from scratchlm.accelerate.kernels.hopper import attention_backward as attend_back
-from scratchlm.accelerate.kernels.hopper import attention_forward as attend
 from scratchlm.accelerate.kernels.hopper import decode_qkv_attention as project_attend
 from scratchlm.accelerate.kernels.hopper import lm_head_exp as exp_product
 from scratchlm.accelerate.kernels.hopper import pingpong_gemm as turns
@@ -39,9 +38,7 @@ KERNELS += [
     for turned in (True, False)
     for cut in (False, True)
 ]
-FORWARD = {"STAGES": attend.STAGES, "REGISTERS": attend.REGISTERS}
-KERNELS += [(attend._attend, [SMALL, SMALL, "*fp32", "*i32"], FORWARD)]
-COUNTS = (*turns.SIZES, *attend_back.COUNTS, *attend.COUNTS)
+COUNTS = (*turns.SIZES, *attend_back.COUNTS)
 
 
 def compiled(kernel, arguments, constants):
@@ -60,7 +57,7 @@ def compiled(kernel, arguments, constants):
     whole = {name for name, kind in kinds.items() if kind.startswith("*")}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = GluonASTSource(kernel, kinds, constexprs=places, attrs=attrs)
-    options = {"num_warps": 4, "maxnreg": (attend if kernel is attend._attend else turns).BEFORE}
+    options = {"num_warps": 4, "maxnreg": turns.BEFORE}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -6,8 +6,8 @@ As a kernel of its own (`heads.py`), turning reads what the product has just wri
 once more. Here a tile is two heads of 64 channels, and both channels of a pair are one thread's:
 they are turned before they are rounded, and q, k and v are views of what the product writes. How
 the products run, and what waits for what: `turns.py`. Where attention is plainly causal, it is part
-of the same operation (`attended`): it reads them there (`attend.py`), and its backward pass
-(`attend_back.py`) turns back as it writes.
+of the same operation (`attended`): cuDNN attends to the views, and the backward pass of ours
+(`attention_backward.py`) turns back as it writes.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from scratchlm.accelerate.kernels.hopper.attention_backward import through_attention
-from scratchlm.accelerate.kernels.hopper.attention_forward import attend_heads
 from scratchlm.accelerate.kernels.hopper.pingpong_gemm import (
     DEEP,
     SIZES,
@@ -248,6 +247,16 @@ def projected(
     return q, k, v
 
 
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal attention's output, laid out as q, and the log-sum-exp of the scores.
+
+    cuDNN takes fewer heads of k and v than of q as they are.
+    """
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    attn_out, log_sum_exp, *_ = attention(q, k, v, None, True, 0.0, True)
+    return attn_out, log_sum_exp
+
+
 class _Attended(torch.autograd.Function):
     """Heads from their projection to what attention mixes."""
 
@@ -258,7 +267,8 @@ class _Attended(torch.autograd.Function):
         batch, seq, d = x.shape
         joined = _turned_product(x.reshape(-1, d), w, lines, 2 * heads * WIDTH, interleaved)
         joined = joined.view(batch, seq, -1)
-        mixed, log_sums = attend_heads(joined)
+        by_head, log_sums = cudnn_attention(*_cut(joined, heads, heads))
+        mixed = by_head.transpose(1, 2).reshape(batch, seq, -1)  # a view: cuDNN follows q's layout
         ctx.save_for_backward(x, w, joined, mixed, log_sums, lines)
         ctx.interleaved = interleaved
         return mixed
