@@ -31,7 +31,7 @@ KERNELS = [
     (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": False}),
 ]
 STATS = f"tensordesc<fp32[1, 64],{attend_back.NUMBERS!r}>"
-HEADS = [SMALL, TALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
+HEADS = [SMALL, TALL, SMALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
 OF_HEADS = {"STAGES": attend_back.STAGES, "SHELVES": attend_back.SHELVES}
 KERNELS += [
     (attend_back._attend_back, HEADS, {**OF_HEADS, "INTERLEAVED": turned, "CUT": cut})

@@ -71,12 +71,13 @@ from scratchlm.accelerate.kernels.hopper.pingpong_gemm import (
 )
 from scratchlm.accelerate.kernels.hopper.work_schedule import how_many, shared_out, taken
 from scratchlm.accelerate.kernels.triton.attention_stats import row_stats
+from scratchlm.accelerate.kernels.triton.dkv_group_sum import sum_dkv_groups
 from scratchlm.accelerate.kernels.triton.dq_rope import turn_sums, where_tables_lie
 
 WIDTH, BLOCK = 64, 128  # of a head; keys at a time
 STAGES = 3
 SHELVES = 4
-COUNTS = ["heads", "blocks", "stride", "places", "step"]  # none is compiled in
+COUNTS = ["group", "heads", "blocks", "stride", "places", "step"]  # none is compiled in
 NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -179,7 +180,7 @@ def _consume(
     CUT: gl.constexpr,
     C: gl.constexpr,
 ):
-    plan, grad, turn, sums = work
+    plan, grad, grad_kv, turn, sums = work
     heads, blocks, stride = sizes
     values, shelves, out = rest
     keys = rings[2]
@@ -230,9 +231,9 @@ def _consume(
         fence_async_shared()
         row, column = corner(unit, sizes)
         row += j * 128 + 64 * C
-        of_v = [row, column + 2 * heads * 64]
-        tma.async_copy_shared_to_global(grad, of_v, out.index(2 * C + 1))
-        tma.async_copy_shared_to_global(grad, [row, column + heads * 64], out.index(2 * C))
+        of_v = [row, column + heads * 64]
+        tma.async_copy_shared_to_global(grad_kv, of_v, out.index(2 * C + 1))
+        tma.async_copy_shared_to_global(grad_kv, [row, column], out.index(2 * C))
     if C == 1:
         dq = _product_due(rings[3], keys.index(due_keys), bars[1], n - 1, C)
         dq = warpgroup_mma_wait(0, deps=[dq])
@@ -242,7 +243,7 @@ def _consume(
 
 
 @gluon.jit
-def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES: gl.constexpr):
+def _load(plan, joined, kv, d_out, stats, rings, values, bars, sizes, group, STAGES: gl.constexpr):
     """The loading warp."""
     heads, blocks, stride = sizes
     queries, slopes_out, keys, _, shifts, deltas = rings
@@ -253,18 +254,18 @@ def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STA
     for r in range(how_many(plan, stride)):
         unit, j = taken(plan, stride, r, blocks)
         row, column = corner(unit, sizes)
+        column_kv = unit % heads // group * 64
         held = r & 1
         mbarrier.wait(keys_empty.index(held), ((r >> 1) & 1) ^ 1)
         bar = keys_full.index(held)
         mbarrier.expect(bar, 128 * 64 * 2)
         at = row + j * 128
-        of_k = [at, column + heads * 64]
-        tma.async_copy_global_to_shared(blocks_of, of_k, bar, keys.index(held))
+        tma.async_copy_global_to_shared(kv, [at, column_kv], bar, keys.index(held))
         mbarrier.wait(values_empty.index(0), (r & 1) ^ 1)
         bar = values_full.index(0)
         mbarrier.expect(bar, 128 * 64 * 2)
-        of_v = [at, column + 2 * heads * 64]
-        tma.async_copy_global_to_shared(blocks_of, of_v, bar, values.index(0))
+        of_v = [at, column_kv + heads // group * 64]
+        tma.async_copy_global_to_shared(kv, of_v, bar, values.index(0))
         for i in range(2 * j, 2 * blocks):
             s = n % STAGES
             mbarrier.wait(empty.index(s), ((n // STAGES) & 1) ^ 1)
@@ -282,13 +283,15 @@ def _load(plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STA
 @gluon.jit(do_not_specialize=COUNTS)
 def _attend_back(
     joined,
-    blocks_of,
+    kv,
     d_out,
     grad,
+    grad_kv,
     stats,
     lines,
     sums,
     plan,
+    group,
     heads,
     blocks,
     stride,
@@ -318,13 +321,13 @@ def _attend_back(
     fence_async_shared()
     rings = (queries, slopes_out, keys, slopes, shifts, deltas)
     sizes = (heads, blocks, stride)
-    work = (plan, grad, (lines, places, step), sums)
+    work = (plan, grad, grad_kv, (lines, places, step), sums)
     rest = (values, shelves, out)
     gl.warp_specialize(
         [
             (_consume, (work, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, CUT, 0)),
             (_consume, (work, rings, rest, bars, sizes, STAGES, SHELVES, INTERLEAVED, CUT, 1)),
-            (_load, (plan, joined, blocks_of, d_out, stats, rings, values, bars, sizes, STAGES)),
+            (_load, (plan, joined, kv, d_out, stats, rings, values, bars, sizes, group, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 504 - 2 * REGISTERS],
@@ -343,13 +346,15 @@ def attend_back(
     cut: bool = False,
     programs: int = 0,
 ) -> Tensor:
-    """Return the gradient of the joined product (batch, seq, 3 · heads · 64) before it was turned.
+    """Return the gradient of the joined product before RoPE was applied.
 
-    The tables in `lines` serve each sequence, or are as long as all of them together. Heads are
-    `cut` into blocks of keys, or taken whole.
+    joined (batch, seq, (heads + 2 kv_heads) · 64) is [Q | K | V] as attention read it, d_mixed
+    (batch, seq, heads · 64). The tables in `lines` serve each sequence, or are as long as all of
+    them together. Heads are `cut` into blocks of keys, or taken whole.
     """
     batch, seq, columns = joined.shape
-    heads, blocks = columns // (3 * WIDTH), seq // BLOCK
+    heads, blocks = d_mixed.shape[-1] // WIDTH, seq // BLOCK
+    group = 2 * heads // (columns // WIDTH - heads)
     joined, d_mixed = joined.contiguous(), d_mixed.contiguous()
     grad = torch.empty_like(joined)
     units = batch * heads
@@ -361,14 +366,20 @@ def attend_back(
     # In 128 queries; what is done once a block takes about as long as one of these.
     costs = tuple(range(blocks + 1, 1, -1))
     plan = shared_out(units, costs, programs, joined.device, whole=not cut)
-    rows = joined.view(-1, columns)
+    rows, grad_rows = joined.view(-1, columns), grad.view(-1, columns)
+    if group == 1:
+        grad_kv = grad_rows[:, heads * WIDTH :]
+    else:  # of each query head, to be summed over the group
+        grad_kv = joined.new_empty(batch * seq, 2 * heads * WIDTH)
     _attend_back[(programs,)](
         described(rows, 64, 64),
-        described(rows, BLOCK, 64),
+        described(rows[:, heads * WIDTH :], BLOCK, 64),
         described(d_mixed.view(batch * seq, -1), 64, 64),
-        described(grad.view(-1, columns), 64, 64),
+        described(grad_rows, 64, 64),
+        described(grad_kv, 64, 64),
         TensorDescriptor.from_tensor(stats.view(2, -1), [1, 64], NUMBERS),
-        *(lines, sums, plan, heads, blocks, plan.shape[1], *where_tables_lie(lines, 2 * blocks)),
+        *(lines, sums, plan, group, heads, blocks, plan.shape[1]),
+        *where_tables_lie(lines, 2 * blocks),
         STAGES=STAGES,
         SHELVES=SHELVES,
         REGISTERS=REGISTERS,
@@ -379,6 +390,8 @@ def attend_back(
     )
     if cut:
         turn_sums(sums, lines, grad, interleaved)
+    if group > 1:
+        sum_dkv_groups(grad_kv, grad_rows)
     return grad
 
 

@@ -262,12 +262,19 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        lines: Tensor,
+        heads: int,
+        kv_heads: int,
+        interleaved: bool,
     ) -> Tensor:
         batch, seq, d = x.shape
-        joined = _turned_product(x.reshape(-1, d), w, lines, 2 * heads * WIDTH, interleaved)
+        turned = (heads + kv_heads) * WIDTH
+        joined = _turned_product(x.reshape(-1, d), w, lines, turned, interleaved)
         joined = joined.view(batch, seq, -1)
-        by_head, log_sums = cudnn_attention(*_cut(joined, heads, heads))
+        by_head, log_sums = cudnn_attention(*_cut(joined, heads, kv_heads))
         mixed = by_head.transpose(1, 2).reshape(batch, seq, -1)  # a view: cuDNN follows q's layout
         ctx.save_for_backward(x, w, joined, mixed, log_sums, lines)
         ctx.interleaved = interleaved
@@ -277,10 +284,12 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, w, joined, mixed, log_sums, lines = ctx.saved_tensors
         of_joined = through_attention(joined, mixed, slope, log_sums, lines, ctx.interleaved)
-        return *_gradients(ctx, of_joined, x, w), None, None, None
+        return *_gradients(ctx, of_joined, x, w), *[None] * 4
 
 
-def attended(x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool) -> Tensor:
+def attended(
+    x: Tensor, w: Tensor, lines: Tensor, heads: tuple[int, int], interleaved: bool
+) -> Tensor:
     """Return what causal attention mixes (batch, seq, heads · 64) of x; x and w in bfloat16."""
-    mixed: Tensor = _Attended.apply(x, w, lines, heads, interleaved)
+    mixed: Tensor = _Attended.apply(x, w, lines, *heads, interleaved)
     return mixed
