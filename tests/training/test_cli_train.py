@@ -154,7 +154,7 @@ def test_presets_sizes_configs_and_overrides(cli, tmp_path):
     assert (model.num_heads, model.d_model, model.vocab_size) == (12, 24, 12)
 
 
-def test_a_config_may_say_everything(cli, tmp_path):
+def test_a_config_file_may_set_everything(cli, tmp_path):
     data = write_data(tmp_path / "data")
     wanted = tmp_path / "all.toml"
     wanted.write_text(
@@ -193,7 +193,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, name):
+def test_user_errors_are_one_line_and_leave_no_run(cli, tmp_path, name):
     arguments, message = WRONG[name]
     places = {
         "DATA": write_data(tmp_path / "data"),
@@ -253,7 +253,7 @@ def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text,
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_setting_that_fits_what_will_be_chosen_is_not_refused_before(cli, tmp_path, text):
+def test_a_setting_valid_with_later_defaults_is_not_refused_early(cli, tmp_path, text):
     given = ("train.warmup_steps=1", "train.micro_batch_size=1", "train.min_lr=1e-5")
     run = tmp_path / "run"
     code, _, err = cli("train", text, "--out", run, "--vocab-size", 280, *SMALL, *given)
@@ -277,7 +277,7 @@ def test_ids_outside_the_vocabulary_and_changed_files_are_refused_at_the_start(c
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_goes_on_only_as_it_was_begun(cli, tmp_path):
+def test_resume_refuses_a_changed_config(cli, tmp_path):
     data = write_data(tmp_path / "data")
     run = tmp_path / "run"
     begin = ("train", data, "--out", run, "--steps", 4, *SMALL, "train.lr=0.004")
@@ -340,7 +340,7 @@ def test_tensorboard_gets_what_metrics_gets(cli, tmp_path):
     assert {"train/lr", "train/grad_norm", "held-out/val_loss"} <= set(log.Tags()["scalars"])
 
 
-def test_tensorboard_shows_a_step_once_however_often_it_was_made(cli, tmp_path):
+def test_tensorboard_shows_a_repeated_step_once(cli, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
