@@ -240,7 +240,7 @@ def test_the_closing_token_can_be_chosen(tmp_path):
         prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "x", end_of_text="<c>")
 
 
-def test_without_a_closing_token_documents_run_together_and_it_is_said(tmp_path):
+def test_without_an_end_of_text_token_documents_run_together_with_a_note(tmp_path):
     (tmp_path / "a.txt").write_text("one|two")
     made = prepare(
         [tmp_path / "a.txt"],
@@ -366,7 +366,7 @@ def test_a_source_that_changes_under_the_reader_is_refused(tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_breaks_its_word_is_refused(tmp_path):
+def test_a_tokenizer_whose_ids_exceed_its_vocab_size_is_refused(tmp_path):
     tokenizer = WordTokenizer()
     tokenizer.vocab_size = 10
     (tmp_path / "a.txt").write_text("some words and more. " * 500)
