@@ -33,7 +33,7 @@ def flops(config, phase="forward", convention="full", execution=None, **work):
 # Formulas
 
 
-def test_a_formula_prints_evaluates_and_travels():
+def test_a_formula_prints_evaluates_and_serialises():
     S, d = Sym("S"), Sym("d")
     f = 8 * S * d**2
     env = {"S": 1024, "d": 1600}
