@@ -13,7 +13,7 @@ import torch
 
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
-from scratchlm.cli.threads import SPINS, wait_briefly
+from scratchlm.cli.threads import SPIN_COUNT, limit_openmp_spinning
 from scratchlm.cli.train import choose_device
 from scratchlm.ops import native
 from scratchlm.training import read_metrics
@@ -195,16 +195,16 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_user_errors_are_one_line_and_leave_no_run(cli, tmp_path, name):
     arguments, message = WRONG[name]
-    places = {
+    paths = {
         "DATA": write_data(tmp_path / "data"),
         "TEXT": tmp_path / "TEXT",
         "EMPTY": tmp_path / "EMPTY",
         "BINARY": tmp_path / "BINARY",
     }
-    places["TEXT"].write_text("some words " * 100)
-    places["EMPTY"].write_bytes(b"")
-    places["BINARY"].write_bytes(bytes(range(256)))
-    code, _, err = cli("train", *(places.get(a, a) for a in arguments), "--out", tmp_path / "run")
+    paths["TEXT"].write_text("some words " * 100)
+    paths["EMPTY"].write_bytes(b"")
+    paths["BINARY"].write_bytes(bytes(range(256)))
+    code, _, err = cli("train", *(paths.get(a, a) for a in arguments), "--out", tmp_path / "run")
     assert code == 2
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
@@ -238,17 +238,17 @@ def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (["train.lr=-1"], "lr must be"),
         (["train.speed=9"], "unknown config key: train.speed"),
         (["train.steps=5", "train.warmup_steps=6"], "warmup_steps must not exceed steps"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, said):
+def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, message):
     code, _, err = cli("train", text, "--out", tmp_path / "run", *SMALL, *wrong)
     assert code != 0
-    assert said in err
+    assert message in err
     assert "vocabulary" not in err
     assert not list(tmp_path.rglob("*.bin"))
 
@@ -370,22 +370,22 @@ def test_without_its_package_tensorboard_is_refused_before_any_work(cli, tmp_pat
 @pytest.mark.parametrize(
     ("chosen", "found"),
     [
-        ({}, {"GOMP_SPINCOUNT": SPINS}),
+        ({}, {"GOMP_SPINCOUNT": SPIN_COUNT}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )
-def test_threads_wait_briefly_unless_the_user_says_otherwise(chosen, found, monkeypatch):
+def test_openmp_spinning_is_limited_unless_the_user_set_it(chosen, found, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(chosen))
-    wait_briefly()
+    limit_openmp_spinning()
     assert os.environ == found
 
 
-def test_torch_is_not_imported_before_the_threads_are_asked_to_sleep():
-    """OpenMP reads the wish once: a command that imports torch first would make it in vain."""
+def test_openmp_spinning_is_limited_before_torch_is_imported():
+    """OpenMP reads the variable when torch is imported: setting it later has no effect."""
     code = (
-        "import sys; import scratchlm.cli; from scratchlm.cli.threads import wait_briefly; "
-        "wait_briefly(); print('torch' in sys.modules)"
+        "import sys; import scratchlm.cli; from scratchlm.cli import threads; "
+        "threads.limit_openmp_spinning(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
