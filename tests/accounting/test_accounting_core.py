@@ -295,7 +295,7 @@ def test_six_nd_counts_every_active_parameter_once():
         ({"optimizer": "adam"}, "optimizer must be one of"),
     ],
 )
-def test_nonsense_is_refused_by_name(wrong, says):
+def test_invalid_arguments_are_refused_by_name(wrong, says):
     with pytest.raises((ValueError, TypeError), match=says):
         Setup(**wrong)
 

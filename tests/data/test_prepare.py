@@ -123,7 +123,7 @@ def test_a_document_cut_into_parts_and_pieces_has_the_ids_of_the_whole(
 # ---- the split
 
 
-def test_duplicates_never_stand_on_both_sides(tmp_path):
+def test_duplicates_are_never_in_both_splits(tmp_path):
     rng = np.random.default_rng(0)
     texts = [f"unique text number {i}, with words" for i in range(300)]
     lines = [texts[i] for i in rng.integers(0, 300, 3000)]
@@ -228,7 +228,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
     assert made.notes == ("3 empty documents were left out",)
 
 
-def test_the_closing_token_can_be_chosen(tmp_path):
+def test_the_end_of_text_token_can_be_chosen(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     tokenizer = WordTokenizer(special=("<a>", "<b>"))
     made = prepare(

@@ -76,7 +76,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def whole(source, tmp_path, monkeypatch):
-    """The bytes of a run that nobody disturbed."""
+    """The bytes of an uninterrupted run."""
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     prepare([source], WordTokenizer(), tmp_path / "whole", separator=EOT)
     return bytes_of(tmp_path / "whole")

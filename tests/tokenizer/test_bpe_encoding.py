@@ -184,7 +184,7 @@ def test_encode_iterable_is_lazy():
 def test_streaming_decode_equals_the_whole_and_never_gives_half_a_character(ids):
     tokenizer = prose_tokenizer()
     decoder = tokenizer.stream_decoder()
-    for _ in range(2):  # a finished decoder starts afresh
+    for _ in range(2):  # a finished decoder can be reused
         given_out = [decoder.push(i) for i in ids] + [decoder.finish()]
         assert "".join(given_out) == tokenizer.decode(ids)
 

@@ -37,7 +37,7 @@ class Machine:
         return self.fp32 if rate is None else rate
 
     def peak_name(self, precision: str) -> str:
-        """Name that figure: it stands beside every MFU."""
+        """Name the peak that an MFU refers to."""
         if precision == "fp32":
             unit = "fp32"
         else:

@@ -64,7 +64,7 @@ def prepare(
 ) -> None:
     """Turn text into token files for training, in parallel.
 
-    Stopped at any point, the same command goes on where it was.
+    Stopped at any point, the same command resumes.
     """
     from rich.console import Console
 

@@ -181,7 +181,7 @@ def to_text(words: Iterable[str]) -> str:
 
 
 def to_words(text: str) -> list[str]:
-    """Read a text, or its beginning, as words; what is no text of words is refused."""
+    """Read a text, or its beginning, as words; anything but a text of words is refused."""
     words = _WORD.findall(text)
     if to_text(words) != text.strip():
         raise ValueError(f"not written as stories are (words, '.', ','): {text[:60]!r}")
