@@ -1,4 +1,4 @@
-"""`scratchlm evaluate` and `scratchlm compare`: how good models are, and which run went better."""
+"""`scratchlm evaluate` and `scratchlm compare`: evaluate a model, compare runs."""
 
 from __future__ import annotations
 

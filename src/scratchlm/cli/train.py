@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.threads import wait_briefly
+from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    wait_briefly()
+    limit_openmp_spinning()
     from scratchlm.cli.training_setup import Wish
     from scratchlm.training.settings import parse_overrides
 
@@ -144,9 +144,9 @@ def _train(
                 watchers.append(at_the_end.enter_context(contextlib.closing(board)))
 
             def begin(learner: Any, run: Any, _: object) -> None:
-                _announce(plan, learner, run.reached.step)
+                _announce(plan, learner, run.progress.step)
                 if board is not None:
-                    board.begin(run.reached.step)
+                    board.begin(run.progress.step)
 
             outcome = run_plan(
                 wish.out,
@@ -163,15 +163,15 @@ def _train(
                 matmul_rate=machine.matmul_rate,
             )
         if outcome.ended == "interrupted":
-            step = outcome.reached.step
+            step = outcome.progress.step
             where_now = f"at step {step:,} and saved" if step else "before the first step"
             _say(f"stopped {where_now}; `scratchlm train --resume --out {wish.out}` goes on")
             return stop.exit_status
-    best = outcome.reached.best_loss
+    best = outcome.progress.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
-    _say(f"{outcome.ended} at step {outcome.reached.step:,}{held_out}")
-    if outcome.reached.best_step not in (None, outcome.reached.step):
-        _say(f"the best checkpoint is that of step {outcome.reached.best_step:,}")
+    _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
+    if outcome.progress.best_step not in (None, outcome.progress.step):
+        _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
     typer.echo(write_report(wish.out))
     return 0
 
