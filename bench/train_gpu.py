@@ -235,15 +235,15 @@ KINDS = {
     "the head and its exponentials": ("_exp_product",),
     "attention": ("fmha", "flash", "sdpa", "cudnn", "_attend", "_row_stats", "_turn_sums"),
     "products": ("gemm", "nvjet", "cutlass", "cublas"),
-    "the gate": ("_gate_rows", "_gate_rows_back"),
-    "heads cut, turned and joined": ("_cut_heads", "_join_heads"),
-    "norms and sums": ("_add_and_norm", "_norm_and_add_back", "_sum_columns", "norm", "_add_"),
-    "to and from 8 bits": ("_quantize", "_greatest"),
+    "the gate": ("_swiglu_gate",),
+    "heads cut, turned and joined": ("_qkv_norm_rope",),
+    "norms and sums": ("_rms_norm", "norm", "_add_"),
+    "to and from 8 bits": ("_fp8_quantize", "_amax_kernel"),
     "AdamW": ("_adamw", "multi_tensor"),
-    "loss": ("_loss_and_gradient", "_target_logits", "_finish_rows", "_scale_rows"),
+    "loss": ("_cross_entropy_kernel", "_target_logits", "_lm_head_loss", "_scale_rows"),
 }
 # Names that are parts of others' names too.
-WHOLE_NAMES = ("_forward", "_back", "_project", "_gate_rows", "_gate_rows_back")
+WHOLE_NAMES = ("_forward", "_back", "_project")
 
 
 def kind_of(kernel: str) -> str:

@@ -8,20 +8,18 @@ import torch
 
 from scratchlm.accelerate.kernels.triton import qkv_norm_rope as heads
 from scratchlm.accelerate.kernels.triton import rms_norm as add_norm
-from scratchlm.accelerate.kernels.triton import rope as rotary
 from scratchlm.accelerate.kernels.triton import swiglu_gate as gate
 from scratchlm.ops import fast
 from scratchlm.training.learner import apply_checkpointing
 from tiny_models import FAMILIES, build, ids
 
 OPERATIONS = {
-    heads._turn_heads: heads.heads_forward,
-    heads.turn_heads_back: heads.heads_backward,
-    add_norm.add_norm: add_norm.add_norm_forward,
-    add_norm._add_norm_backward: add_norm.add_norm_backward,
-    gate.gate: gate.gate_forward,
-    gate._gate_backward: gate.gate_backward,
-    rotary.turn: rotary.turn_pairs,
+    heads.qk_norm_rope: heads.launch_qk_norm_rope,
+    heads.qkv_norm_rope_backward: heads.launch_qkv_norm_rope_backward,
+    add_norm.add_rms_norm: add_norm.launch_add_rms_norm,
+    add_norm.add_rms_norm_backward: add_norm.launch_add_rms_norm_backward,
+    gate.swiglu_gate: gate.launch_swiglu_gate,
+    gate.swiglu_gate_backward: gate.launch_swiglu_gate_backward,
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -45,7 +43,11 @@ def take_for_a_gpu(monkeypatch):
 def listen(monkeypatch):
     """Return the list of kernels called from now on."""
     called = []
-    for module, name in ((heads, "cut_and_turn"), (add_norm, "add_norm"), (gate, "gate")):
+    for module, name in (
+        (heads, "qkv_norm_rope"),
+        (add_norm, "add_rms_norm"),
+        (gate, "swiglu_gate"),
+    ):
         kernel = getattr(module, name)
 
         def listened(*given, kernel=kernel, name=name):
@@ -77,11 +79,11 @@ def assert_alike(got, expected):
 
 USES = {  # what trains on a GPU without one of the three kernels
     "gpt2": set(),
-    "sinusoidal": {"add_norm"},
-    "no positions": {"add_norm", "gate"},
-    "mixtral": {"cut_and_turn"},
-    "post-norm": {"cut_and_turn", "gate"},
-    "no norm": {"cut_and_turn", "gate"},
+    "sinusoidal": {"add_rms_norm"},
+    "no positions": {"add_rms_norm", "swiglu_gate"},
+    "mixtral": {"qkv_norm_rope"},
+    "post-norm": {"qkv_norm_rope", "swiglu_gate"},
+    "no norm": {"qkv_norm_rope", "swiglu_gate"},
 }
 ROWS = [[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1]]
 DOCUMENTS = torch.tensor(ROWS, device=DEVICE)
@@ -94,7 +96,7 @@ def test_a_model_by_kernels_has_the_same_gradients(monkeypatch, expected):
     take_for_a_gpu(monkeypatch)
     called = listen(monkeypatch)
     assert_alike(gradients(family, **given), truth)
-    assert set(called) == USES.get(family, {"cut_and_turn", "add_norm", "gate"})
+    assert set(called) == USES.get(family, {"qkv_norm_rope", "add_rms_norm", "swiglu_gate"})
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scratchlm.accelerate.kernels.triton import fp8_quantize as quantize
 from scratchlm.accelerate.kernels.triton import swiglu_gate as gate
-from scratchlm.accelerate.kernels.triton.fp8_quantize import quantize_both_ways
+from scratchlm.accelerate.kernels.triton.fp8_quantize import launch_quantize
 from scratchlm.config import ModelConfig
 from scratchlm.ops import OPS, fast, fp8
 from scratchlm.training.learner import Learner, build_model
@@ -20,11 +20,11 @@ from scratchlm.training.settings import TrainConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPERATIONS = {
-    quantize.quantize: quantize.quantize_both_ways,
-    gate.gate: gate.gate_forward,
-    gate._gate_backward: gate.gate_backward,
-    gate.measured_gate: gate.measured_gate_forward,
-    gate.measured_gate_back: gate.measured_gate_backward,
+    quantize.quantize: quantize.launch_quantize,
+    gate.swiglu_gate: gate.launch_swiglu_gate,
+    gate.swiglu_gate_backward: gate.launch_swiglu_gate_backward,
+    gate.swiglu_gate_amax: gate.launch_swiglu_gate_amax,
+    gate.swiglu_gate_backward_amax: gate.launch_swiglu_gate_backward_amax,
 }
 if DEVICE == "cpu":
     for operation, function in OPERATIONS.items():
@@ -41,7 +41,7 @@ def error(got, expected):
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_the_kernel_writes_both_ways_under_one_scale(kind, shape, size):
     x = size * torch.randn(shape, device=DEVICE)
-    q, turned, scale = quantize_both_ways(x, kind)
+    q, turned, scale = launch_quantize(x, kind)
     assert torch.equal(turned.float(), q.float().t())
     most = {fp8.FORWARD: 0.06, fp8.BACKWARD: 0.12}[kind]
     assert error(q.float() * scale, x) < (most if DEVICE == "cuda" else 0.25)  # see below
@@ -52,7 +52,7 @@ def test_the_kernel_writes_both_ways_under_one_scale(kind, shape, size):
 
 
 def test_a_matrix_of_zeros_stays_zero():
-    q, _, scale = quantize_both_ways(torch.zeros(16, 16, device=DEVICE), fp8.FORWARD)
+    q, _, scale = launch_quantize(torch.zeros(16, 16, device=DEVICE), fp8.FORWARD)
     assert not q.float().any()
     assert scale.item() == 1
 
@@ -64,12 +64,12 @@ def bits(x):
 @pytest.mark.parametrize("kind", [fp8.FORWARD, fp8.BACKWARD], ids=["e4m3", "e5m2"])
 def test_a_maximum_that_is_known_is_not_looked_for(monkeypatch, kind):
     x = torch.randn(64, 32, device=DEVICE).bfloat16()
-    looked = quantize_both_ways(x, kind)
-    monkeypatch.setattr(quantize, "greatest_of", None)
-    known = quantize_both_ways(x, kind, x.abs().max().float())
+    looked = launch_quantize(x, kind)
+    monkeypatch.setattr(quantize, "launch_amax", None)
+    known = launch_quantize(x, kind, x.abs().max().float())
     for got, expected in zip(known, looked, strict=True):
         assert torch.equal(got.float(), expected.float())
-    doubled = quantize_both_ways(x, kind, 2 * x.abs().max().float())
+    doubled = launch_quantize(x, kind, 2 * x.abs().max().float())
     assert doubled[2] == 2 * looked[2]
 
 
@@ -79,12 +79,15 @@ def test_what_is_no_number_is_written_as_if_the_maximum_were_looked_for(bad):
     joined = torch.randn(16, 32, device=DEVICE).bfloat16()
     slope = torch.randn(16, 16, device=DEVICE).bfloat16()
     joined[3, 16 + 5] = bad
-    wholes = gate.gate_forward(joined), gate.gate_backward(joined, slope)
-    measured = gate.measured_gate_forward(joined), gate.measured_gate_backward(joined, slope)
+    wholes = gate.launch_swiglu_gate(joined), gate.launch_swiglu_gate_backward(joined, slope)
+    measured = (
+        gate.launch_swiglu_gate_amax(joined),
+        gate.launch_swiglu_gate_backward_amax(joined, slope),
+    )
     kinds = fp8.FORWARD, fp8.BACKWARD
     for whole, (written, greatest), kind in zip(wholes, measured, kinds, strict=True):
         assert not written.isfinite().all()
-        looked, known = quantize_both_ways(whole, kind), quantize_both_ways(written, kind, greatest)
+        looked, known = launch_quantize(whole, kind), launch_quantize(written, kind, greatest)
         for got, expected in zip(known, looked, strict=True):
             assert torch.equal(bits(got), bits(expected))
 
@@ -208,8 +211,8 @@ def test_swiglu_is_its_parts_one_after_the_other(kernels, how, twins):
 def test_what_the_gate_wrote_is_not_read_again_for_its_maximum(kernels, monkeypatch):
     if not kernels:
         pytest.skip("without kernels there is nothing to spare")
-    greatest_of, passes = quantize.greatest_of, []
-    monkeypatch.setattr(quantize, "greatest_of", lambda x: passes.append(x.shape) or greatest_of(x))
+    greatest_of, passes = quantize.launch_amax, []
+    monkeypatch.setattr(quantize, "launch_amax", lambda x: passes.append(x.shape) or greatest_of(x))
     values(fp8.swiglu, *matrices())
     assert passes == [(32, 32), (96, 32), (32, 48), (32, 32)]  # x, [W1; W3], W2 and the gradient
     passes.clear()

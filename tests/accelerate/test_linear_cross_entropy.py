@@ -177,7 +177,7 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 def by_kernel(logits, targets, vocab, z_loss=0.0):
     """Return the losses, and the gradient that the kernel leaves in two parts."""
-    losses, factors = cross_entropy.loss_and_gradient_(logits, targets, vocab, z_loss, True)
+    losses, factors = cross_entropy.loss_and_dlogits_(logits, targets, vocab, z_loss, True)
     assert (logits[:, vocab:] == 0).all()
     return losses, logits[:, :vocab].double() * factors.double()[:, None]
 
@@ -195,7 +195,7 @@ def test_the_kernel_writes_the_gradient_over_the_logits(dtype, vocab, padded, z_
     logits = (4 * torch.randn(5, padded, device=DEVICE)).to(dtype)
     targets = torch.tensor([0, vocab - 1, -1, 3, vocab // 2], device=DEVICE)
     truth, slope = by_formula(logits, targets, vocab, z_loss)
-    only, _ = cross_entropy.loss_and_gradient_(logits.clone(), targets, vocab, z_loss, False)
+    only, _ = cross_entropy.loss_and_dlogits_(logits.clone(), targets, vocab, z_loss, False)
     losses, gradient = by_kernel(logits, targets, vocab, z_loss)
     torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
     assert torch.equal(only, losses)
@@ -238,7 +238,7 @@ def test_a_row_of_nothing_but_one_logit_and_a_row_with_nan():
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "both", "both, turned"])
 def test_the_factors_a_kernel_leaves_reach_both_gradients(dtype, wanted, monkeypatch):
     """As on a GPU, slice by slice, with the kernel in between."""
-    kernel = cross_entropy.loss_and_gradient_
+    kernel = cross_entropy.loss_and_dlogits_
     monkeypatch.setattr(
         loss, "_loss_and_gradient", lambda x, *rest: loss._Slopes(*_around(x, kernel(x, *rest)))
     )
@@ -281,7 +281,7 @@ def exp_product(x, w, references, vocab, out):
 @pytest.mark.parametrize("rises", [0.0, 3.0])
 @pytest.mark.parametrize(("rows", "vocab", "padded"), [(70, 300, 384), (33, 128, 128)])
 def test_rows_are_finished_from_their_sums(monkeypatch, rows, vocab, padded, rises, z_loss):
-    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    monkeypatch.setattr(exp_kernel, "lm_head_exp", exp_product)
     x = torch.randn(rows, 24, device=DEVICE)
     head = torch.zeros(padded, 24, device=DEVICE)
     head[:vocab] = torch.randn(vocab, 24, device=DEVICE)
@@ -291,7 +291,7 @@ def test_rows_are_finished_from_their_sums(monkeypatch, rows, vocab, padded, ris
     targets[2] = 0  # the lowest there is
     x[1::4] *= 1 + 10 * rises  # logits of some rows differ by hundreds: more than CAP
     out = torch.full((rows, padded), torch.nan, device=DEVICE)
-    losses, factors = cross_entropy.loss_and_gradient_of(x, head, targets, vocab, z_loss, out)
+    losses, factors = cross_entropy.lm_head_loss_and_dlogits(x, head, targets, vocab, z_loss, out)
     logits = (x.double() @ head[:vocab].double().t()).requires_grad_()
     chosen = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     lse = logits.logsumexp(1)
@@ -306,18 +306,18 @@ def test_rows_are_finished_from_their_sums(monkeypatch, rows, vocab, padded, ris
 
 
 def test_a_row_that_is_nan_is_nan_and_no_other(monkeypatch):
-    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    monkeypatch.setattr(exp_kernel, "lm_head_exp", exp_product)
     x, head = torch.randn(40, 16, device=DEVICE), torch.randn(64, 16, device=DEVICE)
     x[7] = torch.nan
     out, targets = torch.empty(40, 64, device=DEVICE), torch.zeros(40, dtype=int, device=DEVICE)
-    losses, factors = cross_entropy.loss_and_gradient_of(x, head, targets, 64, 0.0, out)
+    losses, factors = cross_entropy.lm_head_loss_and_dlogits(x, head, targets, 64, 0.0, out)
     bad = torch.arange(40, device=DEVICE) == 7
     assert torch.equal(losses.isnan(), bad)
     assert torch.equal((out * factors[:, None]).isnan().any(dim=1), bad)
 
 
 def test_the_sliced_loss_takes_that_product_where_it_trains_alone(monkeypatch):
-    monkeypatch.setattr(exp_kernel, "exp_product", exp_product)
+    monkeypatch.setattr(exp_kernel, "lm_head_exp", exp_product)
     asked = []
     monkeypatch.setattr(
         hopper, "takes_head", lambda x, head: (asked.append((len(x), len(head))), True)[1]

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile
+from scratchlm.accelerate.kernels.triton.decode_tiles import KVSplits, Tile
 from scratchlm.inference import generate
 from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
@@ -53,7 +53,7 @@ def filled(model, rows, tokens, capacity=13):
 def test_steps_equal_the_model(family, rows):
     model, tokens = make(family), ids(rows, 9).to(DEVICE)
     cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)
-    spread = Spread(4, 4, 2) if family in ("llama", "mistral") else None
+    spread = KVSplits(4, 4, 2) if family in ("llama", "mistral") else None
     decoder = decoder_for(model, cache, spread=spread)
     for i in (6, 7):
         logits = decoder.step(tokens[:, i])
@@ -72,7 +72,7 @@ def test_steps_equal_the_model(family, rows):
 @torch.inference_mode()
 def test_rows_that_grow_long_are_attended_another_way_and_the_same(rows, monkeypatch):
     """Up to eight keys in one program; then in three, whose shares the projection adds up."""
-    spreads = {8: Spread(8, 4, 1), 13: Spread(8, 4, 3, handed_on=True)}
+    spreads = {8: KVSplits(8, 4, 1), 13: KVSplits(8, 4, 3, deferred_combine=True)}
     monkeypatch.setattr(fused, "choose_spreads", lambda *sizes: spreads)
     model, tokens = make("llama"), ids(rows, 12).to(DEVICE)
     cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)

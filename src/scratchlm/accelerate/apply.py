@@ -40,7 +40,7 @@ def accelerate(model: M, without: Collection[str] = ()) -> M:
 def plain(model: M) -> M:
     """Give every accelerated module its plain class back, in place."""
     for module in model.modules():
-        module.__class__ = _plain_class(type(module))
+        module.__class__ = _plain_class(type(module))  # type: ignore[arg-type]
     return model
 
 

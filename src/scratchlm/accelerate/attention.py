@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scratchlm.accelerate import conditions, fp8, hopper
-from scratchlm.accelerate.conditions import compute_dtype, joined_bias, joined_weight
+from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import ForwardContext, MultiHeadSelfAttention, RotaryEmbedding
 from scratchlm.model.attention import over_heads
@@ -74,7 +74,7 @@ def _why_no_qkv_rope(
         return "biases, norms of queries and keys, or fp8"
     if module.d_head != hopper.HEAD:
         return f"heads of {module.d_head}, not of {hopper.HEAD}"
-    reason = hopper.why_no_qkv_rope(x, compute_dtype(x))
+    reason = hopper.why_no_qkv_rope(x, conditions.compute_dtype(x))
     if reason is None and shared_tables(module, context).packed is None:
         return "positions that do not fill tiles of 128"
     return reason
@@ -137,7 +137,7 @@ QKV_NORM_ROPE = Fusion(
     absorbs=(*_PROJECTIONS, "q_norm", "k_norm", "rope"),
     ops=("linear", "rope", "rms_norm"),
     condition=_why_no_qkv_norm_rope,
-    operators=("scratchlm::qkv_norm_rope", "scratchlm::qkv_norm_rope_backward"),
+    operators=("scratchlm::qk_norm_rope", "scratchlm::qkv_norm_rope_backward"),
     keeps="x, Q, K, V, and Q and K as projected",
     kernels=("_qkv_norm_rope_kernel", "_qkv_norm_rope_backward_kernel"),
 )
@@ -166,7 +166,8 @@ class AcceleratedAttention(MultiHeadSelfAttention):
             return super().attend(x, context)
         from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope_attention
 
-        low, tables = compute_dtype(x), shared_tables(self, context)
+        low, tables = conditions.compute_dtype(x), shared_tables(self, context)
+        assert tables.packed is not None  # the fusion's condition
         weight = joined_weight(self.shadow, self._weights, low)
         return qkv_rope_attention(
             x.to(low), weight, tables.packed, self._num_heads, self._is_interleaved
@@ -177,9 +178,11 @@ class AcceleratedAttention(MultiHeadSelfAttention):
         if QKV_ROPE.runs(self, x, context):
             from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope
 
-            low, (_, *tables) = compute_dtype(x), shared_tables(self, context)
+            low, tables = conditions.compute_dtype(x), shared_tables(self, context)
+            assert tables.packed is not None  # the fusion's condition
             weight = joined_weight(self.shadow, self._weights, low)
-            return qkv_rope(x.to(low), weight, tuple(tables), self._num_heads, self._is_interleaved)
+            at_positions = tables.cos, tables.sin, tables.packed
+            return qkv_rope(x.to(low), weight, at_positions, self._num_heads, self._is_interleaved)
         if QKV_NORM_ROPE.runs(self, x, context):
             from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope
 
@@ -201,7 +204,7 @@ class AcceleratedAttention(MultiHeadSelfAttention):
     def _joined(self, x: Tensor) -> Tensor:
         """Return [W_Q x; W_K x; W_V x] in one product."""
         product = fp8.linear if self.fp8 and fp8.is_on(x) else F.linear
-        weight = joined_weight(self.shadow, self._weights, compute_dtype(x))
+        weight = joined_weight(self.shadow, self._weights, conditions.compute_dtype(x))
         biases = [self.q_proj.bias, self.k_proj.bias, self.v_proj.bias]
         return product(x, weight, joined_bias(self._weights, biases))
 

@@ -28,9 +28,9 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     CLUSTER_WIDTH,
     MAX_CLUSTERS,
     MAX_ROWS,
-    Spread,
+    KVSplits,
     Tile,
-    choose_spreads,
+    choose_kv_splits,
     choose_tile,
     power_of_two,
 )
@@ -47,7 +47,7 @@ from scratchlm.model.layers import (
 )
 from scratchlm.model.transformer import TransformerLM
 
-GREEDY_PARTS = 32  # programs per row that look for the greatest logit
+GREEDY_PARTS = 32  # programs per row that look for the largest logit
 
 
 class GPUStep:
@@ -61,14 +61,14 @@ class GPUStep:
         pdl: bool = False,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
-        spread: Spread | None = None,
+        kv_splits: KVSplits | None = None,
     ) -> None:
         reason = why_not_model(model)
         if reason is not None:
             raise ValueError(f"the GPU decoder does not take {reason}")
         self.model, self.cache, self.greedy = model, cache, greedy
         self.rows = rows = cache.batch_size
-        self.few = rows <= MAX_ROWS
+        self.by_vectors = rows <= MAX_ROWS
         self.tiles = dict(tiles or {})
         self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
         config, weight = model.config, model.token_embeddings.weight
@@ -76,12 +76,14 @@ class GPUStep:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
         own: dict[str, Any] = {"dtype": self.dtype, "device": device}
         d_kv = config.num_kv_heads * config.d_head
-        self.spreads = choose_spreads(cache.capacity, config.num_heads, rows, config.d_head)
-        if spread is not None:
-            if spread.handed_on and (not self.few or config.d_head != power_of_two(config.d_head)):
-                raise ValueError("shares are handed on for few rows and heads of a power of two")
-            self.spreads = {cache.capacity: spread}
-        self.reach = cache.capacity  # keys that a row may have in the step that runs
+        self.all_kv_splits = choose_kv_splits(cache.capacity, config.num_heads, rows, config.d_head)
+        if kv_splits is not None:
+            if kv_splits.deferred_combine and (
+                not self.by_vectors or config.d_head != power_of_two(config.d_head)
+            ):
+                raise ValueError("deferred combine is for few rows and heads of a power of two")
+            self.all_kv_splits = {cache.capacity: kv_splits}
+        self.max_kv_len = cache.capacity  # keys that a row may have in the step that runs
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
@@ -89,50 +91,51 @@ class GPUStep:
         self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        shares = max(spread.shares for spread in self.spreads.values())
+        shares = max(kv_splits.deferred_splits for kv_splits in self.all_kv_splits.values())
         self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
         self.sums = torch.zeros(shares, rows, config.num_heads, **wide)
         self.u = torch.zeros(rows, config.d_ff, **own)
-        splits = max(spread.splits for spread in self.spreads.values())
+        splits = max(kv_splits.num_splits for kv_splits in self.all_kv_splits.values())
         partial = rows * config.num_heads * splits * (config.d_head + 2)
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         # They need triton: only here.
-        from scratchlm.accelerate.kernels.triton import argmax as greatest
-        from scratchlm.accelerate.kernels.triton import decode, decode_attention
+        from scratchlm.accelerate.kernels.triton import argmax, decode, decode_attention
         from scratchlm.accelerate.kernels.triton import decode_batch as decode_many
 
         self.kernels, self.attention, self.many = decode, decode_attention, decode_many
-        self.greatest = greatest.greatest
+        self.argmax = argmax.argmax
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
-        self.pdl = pdl and self.few and not self.interpreted
-        self.clusters = spread is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
+        self.pdl = pdl and self.by_vectors and not self.interpreted
+        self.has_clusters = (
+            kv_splits is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
+        )
 
     @property
-    def spread(self) -> Spread:
+    def kv_splits(self) -> KVSplits:
         """How attention is shared out in the step that runs."""
-        return self.spreads[self.reach]
+        return self.all_kv_splits[self.max_kv_len]
 
-    def run(self, reach: int | None = None) -> None:
+    def run(self, max_kv_len: int | None = None) -> None:
         """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy.
 
-        `reach` is one of `spreads`: no row has more keys after this step.
+        `max_kv_len` is one of `all_kv_splits`: no row has more keys after this step.
         """
-        self.reach = self.cache.capacity if reach is None else reach
+        self.max_kv_len = self.cache.capacity if max_kv_len is None else max_kv_len
         self._embed()
-        if self.few:
+        if self.by_vectors:
             for layer in self.layers:
-                self._few(layer)
+                self._layer_by_vectors(layer)
             self._project_few(
                 "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
             )
         else:
-            self._many()
+            self._layers_by_matrices()
         if self.greedy:
-            self._choose_greatest()
+            self._choose_argmax()
 
-    def where_weights_are(self) -> tuple[int, ...]:
+    def weight_addresses(self) -> tuple[int, ...]:
         """Return addresses that change when the model is moved, cast or filled anew."""
         first, last = self.layers[0], self.layers[-1]
         modules = (self.model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head())
@@ -182,11 +185,11 @@ class GPUStep:
             first=True,
         )
 
-    def _choose_greatest(self) -> None:
+    def _choose_argmax(self) -> None:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.greatest,
+            self.argmax,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
@@ -201,31 +204,31 @@ class GPUStep:
 
     # Up to MAX_ROWS rows: matrix times vector
 
-    def _few(self, layer: Any) -> None:
+    def _layer_by_vectors(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
         projections, shares = [attn.q_proj, attn.k_proj, attn.v_proj], 1
-        if self._clusters_take(attn, layer.ln1):
-            self._project_attend(x, layer.ln1, projections, attn)
+        if self._supports_clusters(attn, layer.ln1):
+            self._qkv_attention(x, layer.ln1, projections, attn)
         else:
             self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
             self._attend(attn, self.q, self.k, self.v)
-            shares = self.spread.shares
+            shares = self.kv_splits.deferred_splits
         self._project_add("out", x, self.a, attn.output_proj, y, shares)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
 
-    def _clusters_take(self, attn: MultiHeadSelfAttention, norm: nn.Module) -> bool:
-        """Whether `project_attend` is for this layer, and for rows of this reach."""
+    def _supports_clusters(self, attn: MultiHeadSelfAttention, norm: nn.Module) -> bool:
+        """Whether `decode_qkv_attention` is for this layer, and for rows of this length."""
         plain = isinstance(norm, RMSNorm) and attn.q_proj.bias is None and attn.q_norm is None
         small = attn.num_heads <= MAX_CLUSTERS and attn.q_proj.weight.shape[1] <= CLUSTER_WIDTH
         return (
-            (self.clusters and plain and small)
-            and (self.rows == 1 and self.dtype.itemsize == 2 and self.reach <= CLUSTER_KEYS)
+            (self.has_clusters and plain and small)
+            and (self.rows == 1 and self.dtype.itemsize == 2 and self.max_kv_len <= CLUSTER_KEYS)
             and (attn.d_head == CLUSTER_HEAD and attn.num_kv_heads == attn.num_heads)
             and attn.sliding_window is None
         )
 
-    def _project_attend(
+    def _qkv_attention(
         self, x: Tensor, norm: nn.Module, linears: Sequence[Linear], attn: MultiHeadSelfAttention
     ) -> None:
         from scratchlm.accelerate.kernels.hopper import (
@@ -234,14 +237,14 @@ class GPUStep:
 
         cache, width = self.cache, linears[0].weight.shape[1]
         _, gain, _, eps = self._norm(norm)
-        turn, cos, sin = self._rotation(attn)
+        rope, cos, sin = self._rotation(attn)
         self._launch(
-            kernel.project_attend,
+            kernel.decode_qkv_attention,
             (attn.num_heads,),
             *(x, gain, *(linear.weight for linear in linears), cos, sin),
             *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths, self.a),
-            *(width, power_of_two(width), cache.capacity, kernel.keys_of_a_warp(self.reach)),
-            *(eps, turn, attn.d_head**-0.5, self.pdl),
+            *(width, power_of_two(width), cache.capacity, kernel.keys_per_warp(self.max_kv_len)),
+            *(eps, rope, attn.d_head**-0.5, self.pdl),
             warps=kernel.WARPS,
             num_ctas=kernel.CTAS,
         )
@@ -298,7 +301,7 @@ class GPUStep:
     ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
-        parts, part = tile.parts(width)
+        parts, part = tile.k_chunks(width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
@@ -314,7 +317,7 @@ class GPUStep:
         kind, gain, shift, eps = self._norm(norm)
         w3, b3 = (ffn.w3.weight, ffn.w3.bias) if isinstance(ffn, SwiGLU) else (None, None)
         self._launch(
-            self.kernels.norm_gate,
+            self.kernels.norm_up,
             (-(-rows // (tile.rows * tile.tiles)),),
             *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, self.u),
             *(rows, width, eps, kind, self._activation(ffn), self.rows),
@@ -337,36 +340,41 @@ class GPUStep:
         if attn.rope is None:
             return self.attention.NO_ROPE, None, None
         halves = attn.rope.layout == "half"
-        turn = self.attention.HALF if halves else self.attention.INTERLEAVED
-        return turn, attn.rope.cos, attn.rope.sin
+        rope = self.attention.HALF if halves else self.attention.INTERLEAVED
+        return rope, attn.rope.cos, attn.rope.sin
 
     def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
-        cache, spread = self.cache, self.spread
+        cache, kv_splits = self.cache, self.kv_splits
         q_norm, k_norm = attn.q_norm, attn.k_norm
-        turn, cos, sin = self._rotation(attn)
+        rope, cos, sin = self._rotation(attn)
         self._launch(
-            self.attention.attend,
-            (attn.num_heads, spread.splits, self.rows),
+            self.attention.decode_attention,
+            (attn.num_heads, kv_splits.num_splits, self.rows),
             *(q, k, v),
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             *(cos, sin, cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
-            *(self.partial, self.tickets, self.a, self.sums if spread.handed_on else None),
-            *(cache.capacity, self.reach, attn.num_heads, attn.num_kv_heads),
-            *(attn.d_head, power_of_two(attn.d_head), spread.keys),
-            *(spread.splits, power_of_two(spread.splits)),
+            *(
+                self.partial,
+                self.tickets,
+                self.a,
+                self.sums if kv_splits.deferred_combine else None,
+            ),
+            *(cache.capacity, self.max_kv_len, attn.num_heads, attn.num_kv_heads),
+            *(attn.d_head, power_of_two(attn.d_head), kv_splits.block_keys),
+            *(kv_splits.num_splits, power_of_two(kv_splits.num_splits)),
             0.0 if q_norm is None else q_norm.eps,
             q_norm is not None,
-            turn,
+            rope,
             attn.sliding_window or 0,
             attn.d_head**-0.5,
             self.pdl,
-            warps=spread.warps,
+            warps=kv_splits.warps,
         )
 
     # More rows: torch's matrix products, and the same attention
 
-    def _many(self) -> None:
+    def _layers_by_matrices(self) -> None:
         delta: Tensor | None = None
         for layer in self.layers:
             attn, ffn = layer.attn, layer.ffn

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scratchlm.accelerate import conditions, fp8, hopper
-from scratchlm.accelerate.conditions import compute_dtype, joined_bias, joined_weight
+from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import (
     Embedding,
@@ -47,7 +47,7 @@ FP8_LINEAR = Fusion(
     ops=("linear",),
     condition=_why_no_fp8,
     keeps="x and W in 8 bits",
-    kernels=("_quantize_kernel", "_amax_kernel"),
+    kernels=("_fp8_quantize_kernel", "_amax_kernel"),
 )
 SHADOW_LINEAR = Fusion(
     "bf16_shadow_linear",
@@ -119,7 +119,7 @@ class AcceleratedEmbedding(Embedding):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look every id up; the kernel marks ids outside the table as it writes."""
-        dtype = compute_dtype(self.weight) if self.low_precision else self.weight.dtype
+        dtype = conditions.compute_dtype(self.weight) if self.low_precision else self.weight.dtype
         if not EMBEDDING.runs(self, token_ids):
             return super().forward(token_ids).to(dtype)
         from scratchlm.accelerate.kernels.triton.embedding import embedding
@@ -148,7 +148,7 @@ RMS_NORM = Fusion(
     ops=("rms_norm",),
     condition=_why_no_norm_kernel,
     keeps="x",
-    kernels=("_add_rms_norm_kernel", "_add_rms_norm_backward_kernel", "_sum_columns_kernel"),
+    kernels=("_rms_norm_kernel", "_rms_norm_backward_kernel", "_rms_norm_dweight_kernel"),
 )
 
 
@@ -185,7 +185,7 @@ def _why_no_swiglu_gemm(module: AcceleratedSwiGLU, x: Tensor, context: object) -
         return reason
     if module.fp8 or module.biases != (None, None, None):
         return "biases, or fp8"
-    return hopper.why_no_swiglu(x, module.w2.weight, compute_dtype(x))
+    return hopper.why_no_swiglu(x, module.w2.weight, conditions.compute_dtype(x))
 
 
 def _why_no_swiglu_gate(module: AcceleratedSwiGLU, x: Tensor, context: object) -> str | None:
@@ -262,7 +262,7 @@ class AcceleratedSwiGLU(SwiGLU):
         if SWIGLU_GEMM.runs(self, x):
             from scratchlm.accelerate.kernels.hopper.swiglu import swiglu
 
-            low = compute_dtype(x)
+            low = conditions.compute_dtype(x)
             rows = x.to(low).reshape(-1, x.shape[-1])
             y: Tensor = swiglu(rows, *self._low_weights(low))[0]
             return y.view(*x.shape[:-1], -1)
@@ -284,7 +284,7 @@ class AcceleratedSwiGLU(SwiGLU):
         """Return [W1 x; W3 x] in one product."""
         weights, biases = [self.w1.weight, self.w3.weight], [self.w1.bias, self.w3.bias]
         product = fp8.linear if self.fp8 and fp8.is_on(x) else F.linear
-        weight = joined_weight(self.shadow, weights, compute_dtype(x))
+        weight = joined_weight(self.shadow, weights, conditions.compute_dtype(x))
         return product(x, weight, joined_bias(weights, biases))
 
 
@@ -309,7 +309,7 @@ ADD_RMS_NORM = Fusion(
     condition=_why_no_add_norm,
     operators=("scratchlm::add_rms_norm", "scratchlm::add_rms_norm_backward"),
     keeps="the sum",
-    kernels=("_add_rms_norm_kernel", "_add_rms_norm_backward_kernel", "_sum_columns_kernel"),
+    kernels=("_rms_norm_kernel", "_rms_norm_backward_kernel", "_rms_norm_dweight_kernel"),
 )
 
 
@@ -333,5 +333,5 @@ class AcceleratedTransformerBlock(TransformerBlock):
 
         attn_out = self.attn(self.ln1(x), token_positions, context=context)
         weight, eps = self.ln2.weight, self.ln2.eps
-        x, normed = add_rms_norm(x, attn_out, weight, eps, compute_dtype(x))
+        x, normed = add_rms_norm(x, attn_out, weight, eps, conditions.compute_dtype(x))
         return x + self.feed_forward(normed, context)

@@ -136,9 +136,9 @@ class _Gradients:
         self.factors: list[Tensor] = []  # that the rows of `grad_rows` still lack, chunk by chunk
         self.used = False
 
-    def add(self, start: int, dlogits: _DLogits, part: Tensor, head: Tensor) -> None:
+    def add(self, start: int, chunk: _DLogits, part: Tensor, head: Tensor) -> None:
         """Take one chunk's gradient of the logits in."""
-        dlogits, factors = dlogits.matrix, dlogits.factors
+        dlogits, factors = chunk.matrix, chunk.factors
         if self.grad_rows is not None:
             torch.mm(dlogits, head, out=self.grad_rows[start : start + len(part)])
             self.factors += [] if factors is None else [factors]
@@ -148,7 +148,7 @@ class _Gradients:
             self.grad_weight = _add_product(self.grad_weight, dlogits.t(), part)
 
     def scaled(self, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both, times what comes from grad_output; once, because it is done in place."""
+        """Return both, times grad_output; once, because it is done in place."""
         if self.used:
             raise RuntimeError("the gradients of this loss were already given out and freed")
         self.used = True
@@ -160,9 +160,7 @@ class _Gradients:
             else:
                 grad_rows.mul_(grad_output)
         if grad_weight is not None:
-            torch._foreach_mul_(
-                [grad_weight], grad_output
-            )  # reads wider than `mul_` by one number does
+            torch._foreach_mul_([grad_weight], grad_output)  # wider loads than `mul_` has
             grad_weight = grad_weight.to(self.dtype)
             if len(grad_weight) > self.vocab:  # a view, which autograd would not add to in place
                 grad_weight = grad_weight[: self.vocab]

@@ -41,9 +41,9 @@ CHUNKED_LOSS = Fusion(
     keeps="the gradients of the head and of its input; no logits",
     kernels=(
         "_lm_head_exp_kernel",
-        "_loss_and_dlogits_kernel",
+        "_cross_entropy_kernel",
         "_target_logits_kernel",
-        "_finish_rows_kernel",
+        "_lm_head_loss_kernel",
         "_scale_rows_kernel",
     ),
 )

@@ -36,7 +36,7 @@ class Execution:
     attention: str = "fused"  # or "unfused": scores are materialised
     loss: str = "fused"  # head and loss slice by slice; or "unfused": all logits are formed
     checkpointing: str = "none"
-    turned: bool = False  # Q and K turned inside their product, as on a Hopper GPU: no copies
+    rope_epilogue: bool = False  # RoPE as the QKV product's epilogue, as on Hopper: no copies
 
     def __post_init__(self) -> None:
         for name in ("attention", "loss"):

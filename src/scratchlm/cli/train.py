@@ -219,7 +219,7 @@ def look_at_machine(device: torch.device) -> Machine:
 def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.accounting import count_parameters
     from scratchlm.ops import native
-    from scratchlm.ops.attention import TOKENS_FROM, attention
+    from scratchlm.ops.attention import TOKENS_FROM
 
     model, settings = plan.model, learner.settings
     _say(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ def attention_weights(
     observed = copy.deepcopy(model, shared)
     for module in observed.modules():
         if isinstance(module, MultiHeadSelfAttention):
-            module.ops = dataclasses.replace(module.ops, attention=attention)
+            module.ops = module.ops.replace(attention=attention)
     prefill(observed, rows)
     return torch.stack(recorded)
 

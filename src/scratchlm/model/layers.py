@@ -85,8 +85,8 @@ class TiedHead(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The table."""
-        weight: Tensor = self._owner[0].token_embeddings.weight
-        return weight
+        embeddings = self._owner[0].get_submodule("token_embeddings")
+        return embeddings.weight  # type: ignore[return-value]
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
         """Compare every vector with every row of the table."""

@@ -93,8 +93,8 @@ class Transformer(nn.Module):
             cache.reserve(token_ids.shape[1], attention_mask)
             self.check_length(cache.reserved_length)
             mask = cache.mask
-        x, positions = self._embed(token_ids, _positions(token_ids, positions, mask))
-        context = self.make_context(mask, positions, cache, routes)
+        x, placed = self._embed(token_ids, _positions(token_ids, positions, mask))
+        context = self.make_context(mask, placed, cache, routes)
         for layer in self.layers:
             x = layer(x, context=context)
         if cache is not None:

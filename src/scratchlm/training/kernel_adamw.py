@@ -24,8 +24,8 @@ from scratchlm.accelerate.kernels.triton.adamw import (
     Variant,
     update,
 )
+from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.training.optimizers import AdamW, run_closure
-from scratchlm.training.twins import Twins as ShadowWeights
 
 
 @dataclass
@@ -114,7 +114,7 @@ class KernelAdamW(AdamW):
                 state["step"] = count
             torch.autograd.graph.increment_version(batch.params)
             if self.shadow_weights is not None:
-                self.shadow_weights.are_equal(batch.params)
+                self.shadow_weights.mark_equal(batch.params)
         return loss
 
     def _batches(self, group: dict[str, Any]) -> dict[tuple[int, Variant], _Batch]:

@@ -248,7 +248,7 @@ def apply_precision(model: TransformerLM, precision: str | None) -> None:
     if precision in ("bf16-residual", "fp8"):
         embeddings = model.token_embeddings
         if hasattr(embeddings, "low_precision"):  # accelerated: rows are written so
-            embeddings.low_precision = True
+            embeddings.low_precision = True  # type: ignore[assignment]
         else:
             embeddings.register_forward_hook(_in_bfloat16)
     if precision == "fp8":

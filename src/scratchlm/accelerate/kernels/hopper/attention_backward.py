@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from scratchlm.accelerate.hopper import LONGEST
+from scratchlm.accelerate.hopper import MAX_WHOLE_HEAD
 from scratchlm.accelerate.kernels.hopper.attention_tiles import (
     ACCUMULATOR,
     OPERAND_A,
@@ -430,7 +430,7 @@ def attention_backward(
 ) -> Tensor:
     """Return the gradient of the joined product, given that of attention's output."""
     stats = attention_stats(attn_out, grad_attn_out, log_sum_exp)
-    split = qkv.shape[1] > LONGEST
+    split = qkv.shape[1] > MAX_WHOLE_HEAD
     return attention_grad_qkv(qkv, grad_attn_out, stats, rope_tables, interleaved, split)
 
 

@@ -40,7 +40,7 @@ from scratchlm.accelerate.kernels.hopper.pingpong_gemm import (
     split_columns,
     tma_descriptor,
 )
-from scratchlm.accelerate.kernels.triton.qkv_norm_rope import turn_heads_back
+from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope_backward
 
 HEAD_DIM = 64
 
@@ -248,7 +248,7 @@ class _QkvRope(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         x, w, cos, sin = ctx.saved_tensors
         no_norm = (None, None, 0.0)
-        grad_qkv = turn_heads_back(dq, dk, dv, None, cos, sin, *no_norm, ctx.interleaved)[0]
+        grad_qkv = qkv_norm_rope_backward(dq, dk, dv, None, cos, sin, *no_norm, ctx.interleaved)[0]
         return *_gemm_gradients(ctx, grad_qkv, x, w), *[None] * 6
 
 
