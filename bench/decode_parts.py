@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from scratchlm.inference.decoder import GraphDecoder
+from scratchlm.model.fused import FusedStep
 
 from results import table
 from scratchlm import ModelConfig, TransformerLM
@@ -16,8 +18,6 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     choose_tile,
     power_of_two,
 )
-from scratchlm.inference.decoder import GraphDecoder
-from scratchlm.model.fused import FusedStep
 
 # Enough layers that the caches of the chip do not hold their weights.
 TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}

@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels.triton.decode_tiles import KVSplits, Tile
-from scratchlm.model.fused import FusedStep
 from tiny_models import FAMILIES, build
 
 TYPES = {
@@ -44,7 +44,7 @@ def compiled(kernel, args, warps):
 def main(family: str) -> None:
     launches = {}
 
-    class Recorder(FusedStep):
+    class Recorder(GPUStep):
         def _launch(self, kernel, grid, *args, warps=4, first=False):
             key = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
             launches[kernel.__name__, key] = (kernel, args, warps)
@@ -60,9 +60,9 @@ def main(family: str) -> None:
     }
     with torch.inference_mode():
         splits, deferred = KVSplits(16, 4, 3), KVSplits(16, 4, 3, deferred_combine=True)
-        for rows, spread in ((1, None), (2, splits), (2, deferred), (6, splits)):
+        for rows, kv_splits in ((1, None), (2, splits), (2, deferred), (6, splits)):
             cache = model.new_cache(rows, 16)
-            Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
+            Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, kv_splits=kv_splits).run()
     for (name, _), (kernel, args, warps) in launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
         before, _, _ = text.partition("griddepcontrol.wait")

@@ -8,7 +8,10 @@ import torch
 
 from scratchlm.accelerate.kernels.hopper import attention_backward as attention_kernel
 from scratchlm.accelerate.kernels.hopper import qkv_rope as qkv_kernel
-from scratchlm.accelerate.kernels.triton.qkv_norm_rope import heads_backward, turn_heads_back
+from scratchlm.accelerate.kernels.triton.qkv_norm_rope import (
+    launch_qkv_norm_rope_backward,
+    qkv_norm_rope_backward,
+)
 from scratchlm.ops import reference
 
 LAYOUTS = ("interleaved", "half")
@@ -113,8 +116,8 @@ def _attention_backward(qkv, attn_out, grad_attn_out, log_sum_exp, tables, inter
 qkv_kernel.qkv_rope_product.register_kernel("cpu")(_qkv_rope_product)
 attention_kernel.attention_backward.register_kernel("cpu")(_attention_backward)
 # Beside a GPU Triton's interpreter is off.
-turn_heads_back.register_kernel("cpu")(
-    _rope_backward if torch.cuda.is_available() else heads_backward
+qkv_norm_rope_backward.register_kernel("cpu")(
+    _rope_backward if torch.cuda.is_available() else launch_qkv_norm_rope_backward
 )
 _ATEN = torch.library.Library("aten", "IMPL")
 _ATEN.impl("_scaled_dot_product_cudnn_attention", _cudnn_attention, "CPU")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from accelerate.gpu import compiled_lines
+from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels.triton import decode, decode_attention, decode_batch
 from scratchlm.accelerate.kernels.triton.argmax import argmax
 from scratchlm.accelerate.kernels.triton.decode_tiles import (
@@ -19,7 +20,6 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     kv_splits_for,
     power_of_two,
 )
-from scratchlm.model.fused import FusedStep
 from scratchlm.ops import CausalMask, reference
 from tiny_models import FAMILIES, build
 
@@ -278,10 +278,10 @@ def test_deferred_combine_needs_few_rows_and_a_power_of_two_head():
     assert not kv_splits_for(100_000, 16, 1, 64).deferred_combine
     model = build(FAMILIES["llama"], dtype=torch.float32)
     with pytest.raises(ValueError, match="few rows"):
-        FusedStep(
+        GPUStep(
             model,
             model.new_cache(MAX_ROWS + 1, 16),
-            spread=KVSplits(16, 4, 2, deferred_combine=True),
+            kv_splits=KVSplits(16, 4, 2, deferred_combine=True),
         )
 
 

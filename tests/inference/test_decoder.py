@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import torch
+from scratchlm.inference.decoder import GraphDecoder, why_not
+from scratchlm.model.fused import MAX_ROWS, why_not_fused
 
 from scratchlm.accelerate.kernels.triton.decode_tiles import KVSplits, Tile
 from scratchlm.inference import generate
-from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
 from scratchlm.model import fused
-from scratchlm.model.fused import MAX_ROWS, why_not_fused
 from tiny_models import FAMILIES, build, ids
 
 CUDA = torch.cuda.is_available()

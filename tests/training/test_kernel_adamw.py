@@ -8,11 +8,11 @@ from torch import nn
 
 from accelerate.gpu import compiled_lines
 from scratchlm.accelerate.kernels.triton import adamw as kernel
+from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.training import AdamW, TrainConfig, make_optimizers, take_step
 from scratchlm.training.kernel_adamw import KernelAdamW
 from scratchlm.training.optimizers import clip_grad_norm
 from scratchlm.training.session import deterministic_kernels
-from scratchlm.accelerate.shadow_weights import ShadowWeights
 from tiny_models import FAMILIES, build, ids
 from training.test_step import make_batch
 from training.tiny import assert_same_state, make_learner

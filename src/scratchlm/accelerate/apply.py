@@ -23,16 +23,19 @@ from scratchlm.model import ForwardContext, TransformerLM
 M = TypeVar("M", bound=nn.Module)
 
 
-def accelerate(model: M, without: Collection[str] = ()) -> M:
-    """Give every module of ours its accelerated class, in place; `without` leaves fusions out."""
-    unknown = set(without) - {fusion.name for fusion in FUSIONS}
+def accelerate(model: M, without: Collection[str] | None = None) -> M:
+    """Give every module of ours its accelerated class, in place.
+
+    `without` names fusions to leave out; None: those left out before, at first none.
+    """
+    unknown = set(without or ()) - {fusion.name for fusion in FUSIONS}
     if unknown:
         known = ", ".join(fusion.name for fusion in FUSIONS)
         raise ScratchLMError(f"no fusion is called {min(unknown)!r}; there are {known}")
     for module in model.modules():
         if type(module) in ACCELERATED:
             module.__class__ = ACCELERATED[type(module)]
-        if type(module) in FUSIONS_OF:
+        if without is not None and type(module) in FUSIONS_OF:
             module.left_out = frozenset(without)  # type: ignore[assignment]
     return model
 

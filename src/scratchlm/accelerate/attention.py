@@ -116,7 +116,12 @@ QKV_ROPE_ATTENTION = Fusion(
     operators=("scratchlm::qkv_rope_product", "scratchlm::attention_backward"),
     saved=("scratchlm::qkv_rope_product",),
     keeps="x, Q, K, V, attention's output, a log-sum per query and head",
-    kernels=("_attention_backward_kernel", "_attention_stats_kernel", "_rotate_dq_back_kernel"),
+    kernels=(
+        "_attention_backward_kernel",
+        "_attention_stats_kernel",
+        "_dq_rope_kernel",
+        "_dkv_group_sum_kernel",
+    ),
 )
 QKV_ROPE = Fusion(
     "qkv_rope",

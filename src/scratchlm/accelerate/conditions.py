@@ -26,7 +26,9 @@ def why_no_kernel(x: Tensor) -> str | None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that x is multiplied in: autocast's, where it is on."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else x.dtype
 
 
 def joined_weight(shadow: Tensor | None, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

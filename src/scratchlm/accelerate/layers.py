@@ -263,9 +263,7 @@ class AcceleratedSwiGLU(SwiGLU):
             from scratchlm.accelerate.kernels.hopper.swiglu import swiglu
 
             low = conditions.compute_dtype(x)
-            rows = x.to(low).reshape(-1, x.shape[-1])
-            y: Tensor = swiglu(rows, *self._low_weights(low))[0]
-            return y.view(*x.shape[:-1], -1)
+            return swiglu(x.to(low), *self._low_weights(low))
         if SWIGLU_GATE.runs(self, x):
             from scratchlm.accelerate.kernels.triton.swiglu_gate import swiglu_gate
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -147,13 +148,12 @@ def verify_memory(config: ModelConfig, setup: Setup) -> Check:
 def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
     """Return the setup as this machine's GPU executes it: the table of fusions says how."""
     env, low = bindings(config, setup), torch.bfloat16
-    model = TransformerLM(
-        config.replace(num_layers=1),
-        device="cuda" if torch.cuda.is_available() else "meta",
-        dtype=low if setup.precision == "bf16" else None,
-    )
     autocast = low if setup.precision == "bf16-mixed" else None
-    rows = explain(accelerate(model), batch=int(env["B"]), seq=int(env["S"]), dtype=autocast)
+    dtype = low if setup.precision == "bf16" else None
+    model = TransformerLM(config.replace(num_layers=1), device="meta", dtype=dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # sizes, dtypes and a device, which is all that is looked at
+        model = accelerate(model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu"))
+        rows = explain(model, batch=int(env["B"]), seq=int(env["S"]), dtype=autocast)
     fused = any(row.fusion.startswith("qkv_rope") and row.reason is None for row in rows)
     execution = dataclasses.replace(setup.execution, rope_epilogue=fused)
     return dataclasses.replace(setup, execution=execution)

@@ -157,6 +157,11 @@ class FastOps(ReferenceOps):
         return attention_kernels.attend(query, key, value, mask, grouped)
 
 
+def has_fast_attention(ops: ReferenceOps) -> bool:
+    """Whether a set of ops attends by the kernels of `ops/attention.py`."""
+    return type(ops).attention is FastOps.attention
+
+
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
     (rows, d_in), d_out = x.shape, len(weight)
     num_blocks = math.gcd(d_out, 2 * torch.get_num_threads())
