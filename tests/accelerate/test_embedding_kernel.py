@@ -3,14 +3,17 @@
 import pytest
 import torch
 
-from accelerate.gpu import compiled_lines
+from accelerate.gpu import compiled_lines, use_kernels_on_cpu
+from scratchlm.accelerate import accelerate, conditions
 from scratchlm.accelerate.kernels.triton import embedding as kernel
 from scratchlm.accelerate.kernels.triton.embedding import (
     embedding,
     embedding_backward,
     embedding_forward,
 )
-from scratchlm.ops import OPS, fast, ranges, reference
+from scratchlm.accelerate.layers import EMBEDDING, AcceleratedEmbedding
+from scratchlm.model import Embedding
+from scratchlm.ops import ranges, reference
 from scratchlm.training.learner import apply_precision
 from tiny_models import FAMILIES, build
 
@@ -175,33 +178,50 @@ def test_an_invalid_id_gives_nan_and_no_gradient():
     assert gradient.any(dim=1).tolist() == [False, True, True, False, False]
 
 
+def layer_of(table, padding_id=None, kind=AcceleratedEmbedding, ops="fast"):
+    layer = kind(*table.shape, padding_id, device=DEVICE, ops=ops)
+    layer.weight = torch.nn.Parameter(table)
+    return layer
+
+
 @pytest.mark.parametrize("padding_id", [None, 3])
-def test_fast_embedding_matches_the_reference(monkeypatch, padding_id):
-    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: torch.is_grad_enabled())
-    monkeypatch.setattr(fast.F, "embedding", None)  # so that the kernel must be used
+def test_an_accelerated_embedding_matches_the_reference(monkeypatch, padding_id):
+    use_kernels_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.nn.functional, "embedding", None)  # so that the kernel must be used
     ids = torch.randint(6, (2, 9), device=DEVICE)
-    table = torch.randn(6, 10, device=DEVICE, requires_grad=True)
+    layer = layer_of(torch.randn(6, 10, device=DEVICE), padding_id)
     grad_output = torch.randn(2, 9, 10, device=DEVICE)
-    rows = fast.embedding(ids, table, padding_id)
-    expected = reference.embedding(ids, table, padding_id)
+    rows = layer(ids)
+    expected = reference.embedding(ids, layer.weight, padding_id)
     assert torch.equal(rows, expected)
-    (found,), (wanted,) = (torch.autograd.grad(y, table, grad_output) for y in (rows, expected))
+    pairs = (torch.autograd.grad(y, layer.weight, grad_output) for y in (rows, expected))
+    (found,), (wanted,) = pairs
     torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernel", "torch"])
-@pytest.mark.parametrize("ops", ["reference", "fast", "fp8"])
-def test_an_unchecked_invalid_id_gives_nan_with_any_ops(monkeypatch, ops, kernels):
-    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: kernels)
+@pytest.mark.parametrize("ops", ["reference", "fast"])
+@pytest.mark.parametrize("kind", [Embedding, AcceleratedEmbedding], ids=["plain", "accelerated"])
+def test_an_unchecked_invalid_id_gives_nan_with_any_ops(monkeypatch, kind, ops, kernels):
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: kernels)
     monkeypatch.setattr(ranges, "can_look", lambda index: False)
     ids = torch.tensor([[1, 6], [-1, 5]], device=DEVICE)
-    table = torch.randn(6, 10, device=DEVICE, requires_grad=True)
-    rows = OPS[ops].look_up(ids, table)
+    layer = layer_of(torch.randn(6, 10, device=DEVICE), None, kind, ops)
+    rows = layer(ids)
     assert rows.isnan().all(dim=-1).tolist() == [[False, True], [True, False]]
-    assert torch.equal(rows[0, 0], table[1])
-    assert torch.equal(rows[1, 1], table[5])
-    uses_kernel = kernels and ops != "reference"
+    assert torch.equal(rows[0, 0], layer.weight[1])
+    assert torch.equal(rows[1, 1], layer.weight[5])
+    uses_kernel = kernels and ops == "fast" and kind is AcceleratedEmbedding
     assert (rows.grad_fn.name() == "_EmbeddingKernelBackward") == uses_kernel
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernel", "torch"])
+def test_a_checked_invalid_id_is_refused(monkeypatch, kernels):
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: kernels)
+    monkeypatch.setattr(ranges, "can_look", lambda index: True)
+    layer = layer_of(torch.randn(6, 10, device=DEVICE))
+    with pytest.raises(ValueError, match=r"token id must lie in \[0, 6\); got 6"):
+        layer(torch.tensor([1, 6], device=DEVICE))
 
 
 def test_gradient_of_a_low_precision_lookup_has_the_dtype_of_the_table():
@@ -214,16 +234,17 @@ def test_gradient_of_a_low_precision_lookup_has_the_dtype_of_the_table():
     torch.testing.assert_close(found.double(), exact(grad_output.bfloat16(), ids, 6))
 
 
-def test_bf16_residual_stream_starts_at_the_embedding(monkeypatch):
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernel", "torch"])
+def test_bf16_residual_stream_starts_at_the_embedding(monkeypatch, kernels):
     """The kernel writes it in bfloat16 and reads its gradient in bfloat16: there is no cast."""
-    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: torch.is_grad_enabled())
-    model = build(FAMILIES["plain"], dtype=torch.float32).to(DEVICE)
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: kernels)
+    model = accelerate(build(FAMILIES["plain"], dtype=torch.float32)).to(DEVICE)
     apply_precision(model, "bf16-residual")
     tokens = torch.randint(model.config.vocab_size, (2, 6), device=DEVICE)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(fast, "low_dtype", lambda x: torch.get_autocast_dtype(DEVICE))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         x = model.token_embeddings(tokens)
-    assert (x.dtype, x.grad_fn.name()) == (torch.bfloat16, "_EmbeddingKernelBackward")
+    assert x.dtype == torch.bfloat16
+    assert (x.grad_fn.name() == "_EmbeddingKernelBackward") == kernels
     expected = model.token_embeddings.weight[tokens].bfloat16()
     torch.testing.assert_close(x, expected)
     assert model.token_embeddings(tokens).dtype == torch.float32
@@ -231,19 +252,19 @@ def test_bf16_residual_stream_starts_at_the_embedding(monkeypatch):
 
 @pytest.mark.parametrize("why", ["frozen", "transposed", "16-bit ids", "no gradients", "compiled"])
 def test_unsupported_inputs_fall_back_to_torch(monkeypatch, why):
-    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: torch.is_grad_enabled())
-    ids, table = torch.randint(6, (5,)), torch.randn(6, 10, requires_grad=True)
-    assert fast.looks_up_by_kernel(ids, table)
+    use_kernels_on_cpu(monkeypatch)
+    ids, layer = torch.randint(6, (5,), device=DEVICE), layer_of(torch.randn(6, 10, device=DEVICE))
+    assert EMBEDDING.runs(layer, ids)
     if why == "frozen":
-        table.requires_grad_(False)
+        layer.weight.requires_grad_(False)
     elif why == "transposed":
-        table = torch.randn(10, 6, requires_grad=True).T
+        layer = layer_of(torch.randn(10, 6, device=DEVICE).T)
     elif why == "16-bit ids":
         ids = ids.short()
     elif why == "compiled":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.set_grad_enabled(why != "no gradients"):
-        assert not fast.looks_up_by_kernel(ids, table)
+        assert not EMBEDDING.runs(layer, ids)
 
 
 def test_kernels_compile_for_hopper_with_vectorized_loads():

@@ -73,7 +73,7 @@ def test_only_the_gradients_asked_for_are_computed():
     alone = chunked_lm_head_loss(hidden.detach(), weight, targets)
     (gradient,) = torch.autograd.grad(alone, weight)
     torch.testing.assert_close(
-        slope, loss_and_gradients(reference.linear_cross_entropy, hidden, weight, targets)[2]
+        gradient, loss_and_gradients(reference.linear_cross_entropy, hidden, weight, targets)[2]
     )
     with torch.no_grad():
         value = chunked_lm_head_loss(hidden, weight, targets)
@@ -115,7 +115,9 @@ def test_under_autocast_products_are_low_and_the_gradient_of_the_head_is_not():
 def test_compiled_training_on_a_cpu_is_chunked_too(wanted, z_loss, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        lm_head_loss_op, "chunked_loss", lambda *given: (calls.append(given), lm_head_loss.chunked_loss(*given))[1]
+        lm_head_loss_op,
+        "chunked_loss",
+        lambda *given: (calls.append(given), lm_head_loss.chunked_loss(*given))[1],
     )
     monkeypatch.setattr(lm_head_loss, "_chunk_size", lambda rows, vocab, device: 7)
     hidden, weight, targets = some()
@@ -189,13 +191,15 @@ def test_a_head_with_a_bias_or_a_hook_is_called():
 def test_a_gradient_of_the_gradient_is_refused_not_wrong(custom_op):
     hidden, weight, targets = some()
     if custom_op:
-        value = lm_head_loss_op.loss_and_gradients(hidden, weight, targets.clamp(min=-1), 0.0, True, True)[0]
+        value = lm_head_loss_op.loss_and_gradients(
+            hidden, weight, targets.clamp(min=-1), 0.0, True, True
+        )[0]
     else:
         value = chunked_lm_head_loss(hidden, weight, targets)
     factor = torch.ones((), dtype=value.dtype, requires_grad=True)
     (gradient,) = torch.autograd.grad(factor * value, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
+        gradient.sum().backward()
 
 
 def test_a_target_of_probability_zero_still_has_its_loss():
@@ -233,12 +237,12 @@ def by_formula(logits, targets, vocab, z_loss=0.0):
 def test_the_kernel_writes_the_gradient_over_the_logits(dtype, vocab, padded, z_loss):
     logits = (4 * torch.randn(5, padded, device=DEVICE)).to(dtype)
     targets = torch.tensor([0, vocab - 1, -1, 3, vocab // 2], device=DEVICE)
-    truth, slope = by_formula(logits, targets, vocab, z_loss)
+    truth, exact = by_formula(logits, targets, vocab, z_loss)
     only, _ = cross_entropy.loss_and_dlogits_(logits.clone(), targets, vocab, z_loss, False)
     losses, gradient = by_kernel(logits, targets, vocab, z_loss)
     torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
     assert torch.equal(only, losses)
-    torch.testing.assert_close(gradient, slope, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    torch.testing.assert_close(gradient, exact, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @DTYPES
@@ -252,10 +256,10 @@ def test_a_row_whose_maximum_comes_late_is_exact(dtype, rises):
         logits[1:, number * block : (number + 1) * block] += rise
     logits = logits.to(dtype)
     targets = torch.tensor([3, 5, block + 7, vocab - 1], device=DEVICE)
-    truth, slope = by_formula(logits, targets, vocab)
+    truth, exact = by_formula(logits, targets, vocab)
     losses, gradient = by_kernel(logits, targets, vocab)
     torch.testing.assert_close(losses.sum().double(), truth, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(gradient, slope, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    torch.testing.assert_close(gradient, exact, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 def test_a_row_of_nothing_but_one_logit_and_a_row_with_nan():
@@ -279,7 +283,9 @@ def test_the_factors_a_kernel_leaves_reach_both_gradients(dtype, wanted, monkeyp
     """As on a GPU, chunk by chunk, with the kernel in between."""
     kernel = cross_entropy.loss_and_dlogits_
     monkeypatch.setattr(
-        loss, "_loss_and_dlogits", lambda x, *rest: lm_head_loss._DLogits(*_around(x, kernel(x, *rest)))
+        lm_head_loss,
+        "_loss_and_dlogits",
+        lambda x, *rest: lm_head_loss._DLogits(*_around(x, kernel(x, *rest))),
     )
     monkeypatch.setattr(lm_head_loss, "_chunk_size", lambda rows, vocab, device: 7)
     hidden, weight, targets = some(dtype=torch.float32, device=DEVICE)
@@ -338,7 +344,7 @@ def test_rows_are_finished_from_their_sums(monkeypatch, rows, vocab, padded, ris
     torch.testing.assert_close(losses.double(), truth.detach(), atol=1e-4, rtol=1e-5)
     (gradient,) = torch.autograd.grad(truth.sum(), logits)
     got = out.double() * factors.double()[:, None]
-    torch.testing.assert_close(got[:, :vocab], slope, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got[:, :vocab], gradient, atol=1e-5, rtol=1e-4)
     assert (got[:, vocab:] == 0).all()
     again = (logits - chosen[:, None]).amax(1) > exp_kernel.CAP
     assert bool(again[targets >= 0].any()) == bool(rises)  # the case is what it is meant to be
@@ -383,6 +389,8 @@ def test_on_a_gpu_the_padded_head_gives_the_reference(vocab):
         ours = loss_and_gradients(chunked_lm_head_loss, hidden, weight, targets)
     with torch.no_grad():
         wide = [x.double() for x in (hidden, weight)]
-    truth = loss_and_gradients(reference.linear_cross_entropy, *(x.requires_grad_() for x in wide), targets)
+    truth = loss_and_gradients(
+        reference.linear_cross_entropy, *(x.requires_grad_() for x in wide), targets
+    )
     for got, expected in zip(ours, truth, strict=True):
         assert (got.double() - expected).norm() / expected.norm() < 2e-2

@@ -3,13 +3,17 @@
 import pytest
 import torch
 
+from accelerate.gpu import use_kernels_on_cpu
+from scratchlm.accelerate import accelerate
 from scratchlm.accelerate.kernels.triton import rms_norm as kernel
 from scratchlm.accelerate.kernels.triton.rms_norm import (
     launch_add_rms_norm,
     launch_add_rms_norm_backward,
     rms_norm,
 )
-from scratchlm.ops import fast, reference
+from scratchlm.accelerate.layers import AcceleratedRMSNorm
+from scratchlm.ops import reference
+from tiny_models import FAMILIES, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {  # of x, of δ and of the norm -> tolerance
@@ -62,18 +66,37 @@ def test_rms_norm_matches_the_formula_and_its_gradients(dtype, shape):
         assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
 
 
-def test_a_weight_the_kernels_cannot_read_falls_back_to_torch(monkeypatch):
-    """A strided one; one that is too short, which torch rejects."""
-    monkeypatch.setattr(fast, "trains_by_kernel", lambda x: True)
-    x, delta = torch.randn(2, 5, 8, device=DEVICE)
-    weight = torch.randn(8, 3, device=DEVICE)[:, 1]
-    torch.testing.assert_close(fast.rms_norm(x, weight), reference.rms_norm(x, weight))
-    total, normed = fast.add_norm(x, delta, weight, 1e-5)
-    torch.testing.assert_close(total, x + delta)
-    torch.testing.assert_close(normed, reference.rms_norm(x + delta, weight))
-    for rejected in (
-        lambda: fast.rms_norm(x, weight[:4]),
-        lambda: fast.add_norm(x, delta, weight[:4], 0),
-    ):
-        with pytest.raises(RuntimeError):
-            rejected()
+def norm_with(weight):
+    norm = AcceleratedRMSNorm(len(weight), device=DEVICE)
+    norm.weight.data = weight
+    return norm
+
+
+def test_a_weight_the_kernel_cannot_read_falls_back_to_torch(monkeypatch):
+    """A strided one; one that is too short, which is refused."""
+    use_kernels_on_cpu(monkeypatch)
+    monkeypatch.setattr(kernel, "rms_norm", None)  # whoever calls it fails
+    x, weight = torch.randn(5, 8, device=DEVICE), torch.randn(8, 3, device=DEVICE)[:, 1]
+    torch.testing.assert_close(norm_with(weight)(x), reference.rms_norm(x, weight, 1e-5))
+    with pytest.raises(ValueError, match="the last dimension must be 4"):
+        norm_with(weight[:4].contiguous())(x)
+    with pytest.raises(TypeError):  # it would be called
+        norm_with(weight.contiguous())(x)
+
+
+def test_a_block_whose_gain_the_kernel_cannot_read_falls_back_to_torch(monkeypatch):
+    model = build(FAMILIES["llama"], dtype=torch.float32).to(DEVICE)
+    block, x = model.layers[0], torch.randn(2, 5, 16, device=DEVICE)
+    expected, gain = block(x), block.ln2.weight
+    use_kernels_on_cpu(monkeypatch)
+    monkeypatch.setattr(kernel, "add_rms_norm", None)  # whoever calls it fails
+    without = ("qkv_norm_rope", "swiglu_gate", "rms_norm")  # they are not what is tested
+    accelerate(block, without)
+    gain.data = torch.stack((gain.data, gain.data), dim=1)[:, 0]
+    torch.testing.assert_close(block(x), expected, atol=1e-5, rtol=1e-5)
+    gain.data = gain.data.contiguous()
+    with pytest.raises(TypeError):  # it would be called
+        block(x)
+    gain.data = gain.data[:4]
+    with pytest.raises(ValueError, match="the last dimension must be 4"):
+        block(x)

@@ -210,15 +210,17 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("rope", ["", "epilogue", "epilogue, own attention"])
+@pytest.mark.parametrize("rope", ["apart", "epilogue", "epilogue, own attention"])
 @pytest.mark.parametrize("attention", ["fused", "unfused"])
 @pytest.mark.parametrize("loss", ["fused", "unfused"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_activations_are_what_autograd_saves(monkeypatch, variant, precision, loss, attention, rope):
+def test_activations_are_what_autograd_saves(
+    monkeypatch, variant, precision, loss, attention, rope
+):
     sizes = {"d_ff": 176, **VARIANTS[variant]}
     config = ModelConfig(1000, 128, 64, 2, 4, **sizes)
-    execution = Execution(attention, loss, rope_epilogue=bool(rope))
+    execution = Execution(attention, loss, rope_epilogue=rope != "apart")
     setup = Setup(batch=2, context=128, precision=precision, execution=execution)
     dtype = torch.bfloat16 if precision == "bf16" else None
     own_attention = rope.endswith("own attention")

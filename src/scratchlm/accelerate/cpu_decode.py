@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,8 @@ class CPUDecoder:
         self.grouped = self.heads != self.kv_heads
         self.rotate = _rotation(model.rope)
         self.norm = _norm(model.ln_final)
-        weight: Tensor = model.lm_head.weight  # type: ignore[assignment]
-        self.head = partial(_fast.linear, weight=weight)
+        head: Any = model.lm_head
+        self.head = partial(_fast.linear, weight=head.weight)
         self._memory: tuple[int, int] = (0, 0)
         self._unchanged = Unchanged(model)
         self.layers: list[_Layer] = []

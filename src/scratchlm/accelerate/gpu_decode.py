@@ -71,6 +71,8 @@ class GPUStep:
         self.by_vectors = rows <= MAX_ROWS
         self.tiles = dict(tiles or {})
         self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
+        first, last = self.layers[0], self.layers[-1]
+        self._watched = model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head()
         config, weight = model.config, model.token_embeddings.weight
         self.dtype, device = weight.dtype, weight.device
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -137,9 +139,7 @@ class GPUStep:
 
     def weight_addresses(self) -> tuple[int, ...]:
         """Return addresses that change when the model is moved, cast or filled anew."""
-        first, last = self.layers[0], self.layers[-1]
-        modules = (self.model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head())
-        return tuple(module.weight.data_ptr() for module in modules)
+        return tuple(module.weight.data_ptr() for module in self._watched)
 
     def _head(self) -> Any:
         return self.model.lm_head

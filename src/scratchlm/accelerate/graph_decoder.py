@@ -70,10 +70,13 @@ class GraphDecoder:
 
         The logits are float32, in memory that the next step writes again.
         """
-        if tokens is None and not self._unchanged:
-            return model_step(self.model, self.gpu_step.ids, self.cache)
-        cache = self.cache
-        if self._addresses() != self._bound:
+        cache, moved = self.cache, self._addresses() != self._bound
+        # A look at the model costs some microseconds: where a recording is replayed with given
+        # tokens, it is taken while the device works.
+        look_first = tokens is None or moved or not self._recorded
+        if look_first and not self._unchanged:
+            return self._step_by_model(self.gpu_step.ids if tokens is None else tokens)
+        if moved:
             if tokens is None:
                 tokens = self.gpu_step.ids.clone()
             self._bind()
@@ -99,12 +102,20 @@ class GraphDecoder:
             self._recorded[self.max_kv_len].replay()
         else:
             gpu_step.run(self.max_kv_len)
-        if tokens is not None and not self._unchanged:  # looked up while the device works
-            self._length = -1
-            return model_step(self.model, tokens, cache)
+        if not look_first and not self._unchanged:
+            assert tokens is not None
+            return self._step_by_model(tokens)
         cache.advance()
         self._length, self._row_lengths = cache.length, cache.row_lengths
         return gpu_step.logits
+
+    def _step_by_model(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Read these tokens by a model that is no longer the one this decoder was made for."""
+        self._length = -1  # the device's lengths are not right
+        logits = model_step(self.model, torch.as_tensor(tokens), self.cache)
+        if self.greedy:
+            self.gpu_step.ids.copy_(logits.argmax(dim=-1))
+        return logits
 
     def _addresses(self) -> tuple[int, ...]:
         cache = self.cache

@@ -70,8 +70,8 @@ class AcceleratedTransformerLM(_SharedTables, TransformerLM):
         """Return the mean cross-entropy of the logits of these hidden states."""
         if not CHUNKED_LOSS.runs(self, hidden):
             return super().head_loss(hidden, targets, **options)
-        weight: Tensor = self.lm_head.weight  # type: ignore[assignment]
-        return chunked_lm_head_loss(hidden, weight, targets, **options)
+        head: Any = self.lm_head
+        return chunked_lm_head_loss(hidden, head.weight, targets, **options)
 
 
 @accelerates(SequenceClassifier)

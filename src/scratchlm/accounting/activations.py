@@ -8,7 +8,7 @@ row. Under autocast every product keeps the cast copies of its input and of its 
 one input (Q, K, V; W1, W3) are one product: one copy of the input, and a joined copy of the weights
 in any precision.
 
-The fused loss (`ops/loss.py`) forms n_s rows of logits at a time, of V_p columns,
+The fused loss (`accelerate/lm_head_loss.py`) forms n_s rows of logits at a time, of V_p columns,
 
     V_p = V, or the next multiple of 128 where V is no multiple of 8
     n_s = min(B·S, 128·⌈B·S / (128·⌈B·S·V_p / 2²⁸⌉)⌉)       equal slices of whole tiles

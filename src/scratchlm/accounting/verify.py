@@ -9,6 +9,7 @@ why the reference path is compared, whose every product is a plain matmul.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from scratchlm.accelerate import accelerate, explain
 from scratchlm.accounting.expr import Number
 from scratchlm.accounting.flops import flops_tree
 from scratchlm.accounting.items import Item, evaluate
@@ -30,7 +30,7 @@ from scratchlm.accounting.memory import memory
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.config import ModelConfig
-from scratchlm.model import TransformerBlock, TransformerLM
+from scratchlm.model import ForwardContext, TransformerBlock, TransformerLM
 from scratchlm.ops import OPS, Ops
 
 CANNOT_SEE = {
@@ -147,20 +147,29 @@ def verify_memory(config: ModelConfig, setup: Setup) -> Check:
 
 def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
     """Return the setup as this machine's GPU executes it: the table of fusions says how."""
+    from scratchlm.accelerate import accelerate
+    from scratchlm.accelerate.attention import QKV_ROPE
+
     env, low = bindings(config, setup), torch.bfloat16
-    autocast = low if setup.precision == "bf16-mixed" else None
+    batch, seq, device = int(env["B"]), int(env["S"]), _device()
     dtype = low if setup.precision == "bf16" else None
     model = TransformerLM(config.replace(num_layers=1), device="meta", dtype=dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # sizes, dtypes and a device, which is all that is looked at
-        model = accelerate(model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu"))
-        rows = explain(model, batch=int(env["B"]), seq=int(env["S"]), dtype=autocast)
-    fused = any(row.fusion.startswith("qkv_rope") and row.reason is None for row in rows)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),  # tensors of that device, without memory
+        torch.autocast(device, low, enabled=setup.precision == "bf16-mixed"),
+    ):
+        attention = accelerate(model.to_empty(device=device)).layers[0].get_submodule("attn")
+        x = torch.empty(batch, seq, config.d_model, device=device, dtype=dtype)
+        fused = QKV_ROPE.runs(attention, x, ForwardContext(positions=range(seq)))
     execution = dataclasses.replace(setup.execution, rope_epilogue=fused)
     return dataclasses.replace(setup, execution=execution)
 
 
 def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int:
     """Run two training steps and return the most bytes that were allocated at once."""
+    from scratchlm.accelerate import accelerate
+
+    gc.collect()  # a tied model and its head hold each other: nothing else frees earlier ones
     env = bindings(config, setup)
     low = torch.bfloat16 if setup.precision == "bf16" else None
     ops, without = OPS["fast"], []
@@ -187,9 +196,13 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     return torch.cuda.max_memory_allocated()
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure_machine() -> Machine:
     """Measure this machine: its matmul rate in float32 and bfloat16, and its copy bandwidth."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     if device == "cuda":
         memory_bytes = torch.cuda.mem_get_info()[1]
         name = torch.cuda.get_device_name()

@@ -17,6 +17,7 @@ from scratchlm.cli import (
     config,
     demo,
     evaluate,
+    explain,
     generate,
     interop,
     prepare,
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 
 config.register(app)
+explain.register(app)
 tokenizer.register(app)
 prepare.register(app)
 train.register(app)

@@ -18,6 +18,7 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a Hugging Face directory.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Accelerate = Annotated[bool, typer.Option(help="Use fused layers and whole-step decoders.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or stored: as on disk.")]
 Temperature = Annotated[float, typer.Option(help="Flattens (>1) or sharpens (<1); 0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
@@ -69,6 +70,7 @@ def generate(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Continue a text. An empty prompt begins a new document."""
     from scratchlm.inference import beam_search, stream
@@ -87,7 +89,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -109,6 +111,7 @@ def generate(
         num_logprobs=logprobs,
         past_context=past_context,  # type: ignore[arg-type]
         use_cache=cache,
+        accelerate=loaded.accelerate,
         **common,
     )
     if num_samples == 1 and not as_json:
@@ -124,6 +127,7 @@ def next_(
     temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Show the likeliest next tokens, with their probabilities."""
     from rich.console import Console
@@ -133,7 +137,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -169,6 +173,7 @@ def chat(
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves."""
     from scratchlm.inference import Message, chat_format
@@ -180,7 +185,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
@@ -239,6 +244,7 @@ def _answer(
             stop=chat.stop,
             eos_ids={*loaded.eos_ids, *chat.end_ids(tokenizer)},
             seed=None if seed is None else seed + len(messages),
+            accelerate=loaded.accelerate,
         ):
             pieces.append(piece.text)
             _write(piece.text)
@@ -330,7 +336,7 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, device: str, dtype: str) -> Loaded:
+def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
     import torch
 
     from scratchlm.inference import load_model
@@ -349,4 +355,4 @@ def _load(model: str, device: str, dtype: str) -> Loaded:
     def warn(message: str) -> None:
         typer.echo(f"warning: {message}", err=True)
 
-    return load_model(model, device=device, dtype=kinds[dtype], warn=warn)
+    return load_model(model, device=device, dtype=kinds[dtype], accelerate=accelerate, warn=warn)

@@ -70,6 +70,10 @@ def train(
     field: Annotated[str, typer.Option(help="The text's field in JSON Lines or Parquet.")] = "text",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
+    accelerate: Annotated[
+        bool | None,
+        typer.Option(help="Use fused layers and kernels.", show_default="where available"),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="What samples begin with.", show_default="end of text")
     ] = None,
@@ -94,6 +98,8 @@ def train(
     overrides = parse_overrides([*changes, *(set_ or [])])
     if steps is not None:
         overrides.setdefault("train", {})["steps"] = steps
+    if accelerate is not None:
+        overrides.setdefault("train", {})["accelerate"] = accelerate
     args = TrainArgs(
         data=[word for word in words if word not in changes],
         out=out,

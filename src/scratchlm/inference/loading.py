@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,6 +38,7 @@ class Loaded:
     source: Path  # the directory the weights came from
     eos_ids: tuple[int, ...] = ()  # the tokens that end a text
     tokenizer_problem: str = "the model came without a tokenizer"
+    accelerate: bool = True  # whether generation is to use the decoders
 
     def need_tokenizer(self) -> AnyTokenizer:
         """Return the tokenizer, or say in one line why there is none."""
@@ -63,6 +64,15 @@ def load_model(
     path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
     if not path.exists():
         raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
+    return replace(_load(path, dtype, build, warn), accelerate=accelerate)
+
+
+def _load(
+    path: Path,
+    dtype: torch.dtype | None,
+    build: Build,
+    warn: Callable[[str], None] | None,
+) -> Loaded:
     if checkpoint.is_checkpoint(path):
         checkpoint.verify_checkpoint(path)
         return _load_ours(path, dtype, build)

@@ -15,11 +15,7 @@ from scratchlm.model.layers import (
     TiedHead,
 )
 from scratchlm.model.moe import ExpertLinear, MoE
-from scratchlm.model.rotary import (
-    RotaryEmbedding,
-    change_rope_layout,
-    rotary_frequencies,
-)
+from scratchlm.model.rotary import RotaryEmbedding, change_rope_layout, rotary_frequencies
 from scratchlm.model.transformer import Transformer, TransformerLM
 
 __all__ = [

@@ -10,16 +10,15 @@ With `num_kv_heads < num_heads`, each key-value head serves a group of query hea
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Linear, RMSNorm, check_width
+from scratchlm.model.layers import FactoryKwargs, Linear, RMSNorm, check_width
 from scratchlm.model.rotary import RotaryEmbedding
-from scratchlm.ops import CausalMask, Ops, Routed, get_ops
+from scratchlm.ops import CausalMask, Routed, get_ops
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class MultiHeadSelfAttention(nn.Module):
         sliding_window: int | None = None,
         bias: Literal["none", "qkv", "all"] = "none",
         layer: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -68,23 +65,20 @@ class MultiHeadSelfAttention(nn.Module):
         d_head = d_model // num_heads if d_head is None else d_head
         if rope is not None and rope.d_k != d_head:
             raise ValueError(f"RoPE's width must be d_head={d_head}; got d_k={rope.d_k}")
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.d_model, self.d_head = d_model, d_head
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.sliding_window, self.layer = sliding_window, layer
         self.rope = rope
 
-        def project(d_in: int, d_out: int, with_bias: bool) -> Linear:
-            return Linear(d_in, d_out, with_bias, device=device, dtype=dtype, ops=ops)
-
-        self.q_proj = project(d_model, num_heads * d_head, bias != "none")
-        self.k_proj = project(d_model, num_kv_heads * d_head, bias != "none")
-        self.v_proj = project(d_model, num_kv_heads * d_head, bias != "none")
-        self.output_proj = project(num_heads * d_head, d_model, bias == "all")
+        self.q_proj = Linear(d_model, num_heads * d_head, bias != "none", **factory)
+        self.k_proj = Linear(d_model, num_kv_heads * d_head, bias != "none", **factory)
+        self.v_proj = Linear(d_model, num_kv_heads * d_head, bias != "none", **factory)
+        self.output_proj = Linear(num_heads * d_head, d_model, bias == "all", **factory)
         self.q_norm = self.k_norm = None
         if qk_norm:
-            self.q_norm = RMSNorm(d_head, qk_norm_eps, device=device, dtype=dtype, ops=ops)
-            self.k_norm = RMSNorm(d_head, qk_norm_eps, device=device, dtype=dtype, ops=ops)
+            self.q_norm = RMSNorm(d_head, qk_norm_eps, **factory)
+            self.k_norm = RMSNorm(d_head, qk_norm_eps, **factory)
 
     def forward(
         self,
@@ -122,9 +116,7 @@ class MultiHeadSelfAttention(nn.Module):
         """Return W_Q x, W_K x and W_V x."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def split_heads(
-        self, x: Float[Tensor, "*batch seq heads_x_d_head"]
-    ) -> Float[Tensor, "*batch heads seq {self.d_head}"]:
+    def split_heads(self, x: Tensor) -> Float[Tensor, "*batch heads seq d_head"]:
         """Cut the last dimension into heads."""
         return x.unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
 

@@ -6,6 +6,7 @@ A module owns weights, and calls its submodules and ops; the formulas are in `op
 from __future__ import annotations
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -25,8 +26,19 @@ def check_width(x: Tensor, expected: int, name: str) -> None:
         )
 
 
+class FactoryKwargs(TypedDict, total=False):
+    """Keywords of every module: where its weights live, and which ops it calls."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    ops: str | Ops
+
+
 def empty_parameter(
-    *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
+    *shape: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    ops: str | Ops = "fast",
 ) -> nn.Parameter:
     """Return a parameter to be filled by `reset_parameters`."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -40,15 +52,12 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
-        self.weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.ops = get_ops(factory.get("ops", "fast"))
+        self.weight = empty_parameter(out_features, in_features, **factory)
+        self.bias = empty_parameter(out_features, **factory) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -103,19 +112,17 @@ class Embedding(nn.Module):
         padding_id: int | None = None,
         *,
         std: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if padding_id is not None and not 0 <= padding_id < num_embeddings:
             raise ValueError(
                 f"padding_id must lie in [0, {num_embeddings}); got padding_id={padding_id}"
             )
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.padding_id = padding_id
         self.std = std
-        self.weight = empty_parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.weight = empty_parameter(num_embeddings, embedding_dim, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -138,19 +145,11 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + ε) · g."""
 
-    def __init__(
-        self,
-        d_model: int,
-        eps: float = 1e-5,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
-    ) -> None:
+    def __init__(self, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.eps = eps
-        self.weight = empty_parameter(d_model, device=device, dtype=dtype)
+        self.weight = empty_parameter(d_model, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -167,20 +166,13 @@ class LayerNorm(nn.Module):
     """(x − mean) / sqrt(var + ε) · g + b."""
 
     def __init__(
-        self,
-        d_model: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        self, d_model: int, eps: float = 1e-5, bias: bool = True, **factory: Unpack[FactoryKwargs]
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.eps = eps
-        self.weight = empty_parameter(d_model, device=device, dtype=dtype)
-        self.bias = empty_parameter(d_model, device=device, dtype=dtype) if bias else None
+        self.weight = empty_parameter(d_model, **factory)
+        self.bias = empty_parameter(d_model, **factory) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -203,17 +195,14 @@ class SwiGLU(nn.Module):
         d_model: int,
         d_ff: int | None = None,
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         d_ff = default_d_ff(d_model) if d_ff is None else d_ff
-        self.w1 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
-        self.w2 = Linear(d_ff, d_model, bias, device=device, dtype=dtype, ops=ops)
-        self.w3 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
+        self.w1 = Linear(d_model, d_ff, bias, **factory)
+        self.w2 = Linear(d_ff, d_model, bias, **factory)
+        self.w3 = Linear(d_model, d_ff, bias, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Apply the layer to every vector."""
@@ -229,21 +218,18 @@ class MLP(nn.Module):
         d_ff: int | None = None,
         activation: str = "gelu_tanh",
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
             )
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.activation = activation
         d_ff = 4 * d_model if d_ff is None else d_ff
-        self.w1 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
-        self.w2 = Linear(d_ff, d_model, bias, device=device, dtype=dtype, ops=ops)
+        self.w1 = Linear(d_model, d_ff, bias, **factory)
+        self.w2 = Linear(d_ff, d_model, bias, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Apply the layer to every vector."""

@@ -6,13 +6,15 @@ y = Σ over the k largest p_e of  p_e · SwiGLU_e(x)      (p renormalised over t
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.config import default_d_ff
-from scratchlm.model.layers import Linear, empty_parameter, init_matrix
-from scratchlm.ops import Ops, Routed, get_ops
+from scratchlm.model.layers import FactoryKwargs, Linear, empty_parameter, init_matrix
+from scratchlm.ops import Routed, get_ops
 
 
 class ExpertLinear(nn.Module):
@@ -23,16 +25,11 @@ class ExpertLinear(nn.Module):
         num_experts: int,
         in_features: int,
         out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
-        self.weight = empty_parameter(
-            num_experts, out_features, in_features, device=device, dtype=dtype
-        )
+        self.ops = get_ops(factory.get("ops", "fast"))
+        self.weight = empty_parameter(num_experts, out_features, in_features, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -56,10 +53,7 @@ class MoE(nn.Module):
         num_experts: int,
         experts_per_token: int,
         renormalize: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -67,13 +61,13 @@ class MoE(nn.Module):
                 "experts_per_token must lie between 1 and num_experts; got "
                 f"experts_per_token={experts_per_token}, num_experts={num_experts}"
             )
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.experts_per_token, self.renormalize = experts_per_token, renormalize
         d_ff = default_d_ff(d_model) if d_ff is None else d_ff
-        self.router = Linear(d_model, num_experts, device=device, dtype=dtype, ops=ops)
-        self.w1 = ExpertLinear(num_experts, d_model, d_ff, device=device, dtype=dtype, ops=ops)
-        self.w2 = ExpertLinear(num_experts, d_ff, d_model, device=device, dtype=dtype, ops=ops)
-        self.w3 = ExpertLinear(num_experts, d_model, d_ff, device=device, dtype=dtype, ops=ops)
+        self.router = Linear(d_model, num_experts, **factory)
+        self.w1 = ExpertLinear(num_experts, d_model, d_ff, **factory)
+        self.w2 = ExpertLinear(num_experts, d_ff, d_model, **factory)
+        self.w3 = ExpertLinear(num_experts, d_model, d_ff, **factory)
 
     def route(self, x: Float[Tensor, "*batch d_model"]) -> Routed:
         """Apply the layer, and tell which expert each token went to."""

@@ -17,13 +17,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from scratchlm.config import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    RopeScaling,
-    YarnScaling,
-)
+from scratchlm.config import LinearScaling, Llama3Scaling, NTKScaling, RopeScaling, YarnScaling
 from scratchlm.ops import Ops, get_ops
 from scratchlm.ops.ranges import check_range
 

@@ -29,6 +29,11 @@ from scratchlm.ops.masks import CausalMask, Mask, check_attention
 from scratchlm.ops.ranges import counted_targets
 from scratchlm.ops.routing import Routed
 
+# Every expert's probability; the weights of the chosen, and their indices
+Routing = tuple[
+    Float[Tensor, "tokens experts"], Float[Tensor, "tokens chosen"], Int[Tensor, "tokens chosen"]
+]
+
 
 def _widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -220,15 +225,8 @@ class ReferenceOps:
     # Routing to experts
 
     def route(
-        self,
-        logits: Float[Tensor, "tokens experts"],
-        experts_per_token: int,
-        renormalize: bool,
-    ) -> tuple[
-        Float[Tensor, "tokens experts"],
-        Float[Tensor, "tokens chosen"],
-        Int[Tensor, "tokens chosen"],
-    ]:
+        self, logits: Float[Tensor, "tokens experts"], experts_per_token: int, renormalize: bool
+    ) -> Routing:
         """Return every expert's probability, and the weights and indices of the top few."""
         probabilities = self.softmax(_widen(logits))  # (tokens, experts)
         weights, experts = probabilities.topk(experts_per_token, dim=-1)
@@ -265,24 +263,16 @@ OP_NAMES = tuple(
 # The formulas as functions
 
 _formulas = ReferenceOps()
-linear = _formulas.linear
-grouped_linear = _formulas.grouped_linear
-embedding = _formulas.embedding
-rms_norm = _formulas.rms_norm
-layer_norm = _formulas.layer_norm
-silu = _formulas.silu
-gelu = _formulas.gelu
-gelu_tanh = _formulas.gelu_tanh
-relu = _formulas.relu
-softmax = _formulas.softmax
-log_sum_exp = _formulas.log_sum_exp
-cross_entropy = _formulas.cross_entropy
-rope = _formulas.rope
+linear, grouped_linear = _formulas.linear, _formulas.grouped_linear
+embedding, rope = _formulas.embedding, _formulas.rope
+rms_norm, layer_norm = _formulas.rms_norm, _formulas.layer_norm
+silu, gelu, gelu_tanh, relu = _formulas.silu, _formulas.gelu, _formulas.gelu_tanh, _formulas.relu
+softmax, log_sum_exp = _formulas.softmax, _formulas.log_sum_exp
+cross_entropy, attention = _formulas.cross_entropy, _formulas.attention
 scaled_dot_product_attention = _formulas.scaled_dot_product_attention
-attention = _formulas.attention
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
 
-# What modules compose of them, each in one line
+# What modules compose of them
 
 
 def log_softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"]:
@@ -336,9 +326,7 @@ def route(
     router: Float[Tensor, "experts d_model"],
     experts_per_token: int,
     renormalize: bool,
-) -> tuple[
-    Float[Tensor, "tokens experts"], Float[Tensor, "tokens chosen"], Int[Tensor, "tokens chosen"]
-]:
+) -> Routing:
     """Return every expert's probability, and the weights and indices of the top few."""
     p, weights, experts = _formulas.route(linear(x, router), experts_per_token, renormalize)
     return p, weights.to(x.dtype), experts

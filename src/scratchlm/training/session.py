@@ -118,10 +118,14 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         return
     if os.environ.get(WORKSPACE) in (None, NO_WORKSPACE):
         os.environ[WORKSPACE] = ":4096:8"  # one of the two values torch accepts as deterministic
+    from torch._inductor import config as inductor  # it takes a second to import
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        # The compiler, too, must not choose among kernels by timing them.
+        with inductor.patch(deterministic=True):
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
 
