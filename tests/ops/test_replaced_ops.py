@@ -67,7 +67,9 @@ class Probe(torch.autograd.Function):
 
 
 def probed(output):
-    return tree_map_only(torch.Tensor, lambda x: Probe.apply(x) if x.is_floating_point() else x, output)
+    return tree_map_only(
+        torch.Tensor, lambda x: Probe.apply(x) if x.is_floating_point() else x, output
+    )
 
 
 def by_replace(base, name):
@@ -230,7 +232,7 @@ def test_replacing_an_op_leaves_the_set_it_came_from():
 
 
 def test_replacing_an_unknown_op_is_refused_by_name():
-    with pytest.raises(ValueError, match="softmux.*softmax"):
+    with pytest.raises(ValueError, match=r"softmux.*softmax"):
         OPS["fast"].replace(softmux=torch.softmax)
 
 
