@@ -36,8 +36,8 @@ def make(name, ops="fast", device="cpu", dtype=torch.float32, **changes):
 # Paths
 
 
-def tokens_for(model, batch=2):
-    return ids(batch, SEQ, model.config).to(model.token_embeddings.weight.device)
+def tokens_for(model, batch=2, seq=SEQ):
+    return ids(batch, seq, model.config).to(model.token_embeddings.weight.device)
 
 
 def forward(model):
@@ -52,9 +52,9 @@ def loss(model):
         return torch.stack([model.loss(row, row.roll(-1, 1)) for row in rows])
 
 
-def backward(model):
+def backward(model, batch=2, seq=SEQ):
     """The size of every parameter's gradient, smallest first: names do not matter."""
-    tokens = tokens_for(model)
+    tokens = tokens_for(model, batch, seq)
     model.zero_grad()
     model.loss(tokens, tokens.roll(-1, 1)).backward()
     gradients = [p.grad for p in model.parameters()]

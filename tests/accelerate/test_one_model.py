@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from accelerate.as_gpu import DEVICE, take_for_a_gpu
 from accelerate.paths import (
     CALLS,
     CHANGES,
@@ -20,6 +21,7 @@ from accelerate.paths import (
     PATHS,
     Wrapped,
     alike,
+    backward,
     called_modules,
     differs,
     generated,
@@ -194,6 +196,46 @@ def test_a_wrapper_that_changes_nothing_changes_nothing(name):
                 if not alike(run(model), expected[path]):
                     missed.append(f"{module_name} in {path}")
     assert not missed, "\n".join(missed)
+
+
+# By kernels: a CPU taken for a GPU that trains
+
+
+def few_gradients(model):
+    return backward(model, batch=1, seq=3)  # the interpreter takes its time
+
+
+@pytest.mark.parametrize("name", ["plain", "qwen3"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_fire_beside_kernels(name, monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model, missed = build(name, "accelerated", device=DEVICE, num_layers=1), []
+    expected = few_gradients(model)
+    for module_name in filter(None, called_modules(model)):
+        listener = Listener(model.get_submodule(module_name))
+        got = few_gradients(model)
+        listener.remove()
+        if not (listener.before and listener.after):
+            missed.append(f"{module_name}: no call of a forward hook")
+        if len(listener.handles) == 3 and not listener.backward:
+            missed.append(f"{module_name}: no call of a backward hook")
+        if not alike(got, expected):
+            missed.append(f"{module_name}: listening changed the result")
+    assert not missed, "\n".join(missed)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_module_is_called_beside_kernels(change, monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model, missed = build("qwen3", "accelerated", device=DEVICE, num_layers=1), []
+    expected = few_gradients(model)
+    for module_name in filter(None, called_modules(model)):
+        if applies(change, model, module_name):
+            with CHANGES[change](model, module_name):
+                if not differs(few_gradients(model), expected):
+                    missed.append(module_name)
+    assert not missed, "\n".join(missed)
+    assert alike(few_gradients(model), expected)
 
 
 # Compiled
