@@ -8,6 +8,9 @@ Two exceptions, which are no calls: `layers` is a list; and the model itself is 
 only, not by `loss` and `generate`, which stop at the hidden states before the head.
 """
 
+import contextlib
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -184,6 +187,34 @@ def test_a_hook_put_on_in_the_middle_of_a_stream_fires_from_then_on(name, mode):
         list(pieces)
         listener.remove()
         assert listener.after >= 2, f"{mode} {name}: {module_name}"
+
+
+@modes
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_the_middle_of_a_stream_is_used_from_then_on(change, mode):
+    model, missed = build("qwen3", mode), []
+
+    def said(change=contextlib.nullcontext):
+        pieces = stream(
+            model,
+            [[1, 2, 3]],
+            max_new_tokens=4,
+            sampling=GREEDY,
+            eos_ids=(),
+            num_logprobs=0,
+            accelerate=mode == "accelerated",
+        )
+        next(pieces), next(pieces)
+        with change():
+            return torch.tensor([piece.logprob.logprob for piece in pieces])
+
+    expected = said()
+    for module_name in filter(None, called_modules(model)):
+        if applies(change, model, module_name):
+            got = said(partial(CHANGES[change], model, module_name))
+            missed += [] if differs(got, expected) else [module_name]
+    assert not missed, "\n".join(missed)
+    assert alike(said(), expected)
 
 
 @models
