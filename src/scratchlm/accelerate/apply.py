@@ -44,6 +44,8 @@ def plain(model: M) -> M:
     """Give every accelerated module its plain class back, in place."""
     for module in model.modules():
         module.__class__ = _plain_class(type(module))  # type: ignore[arg-type]
+        for name in ("left_out", "shadow", "fp8"):
+            module.__dict__.pop(name, None)
     return model
 
 

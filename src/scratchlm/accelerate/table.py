@@ -20,6 +20,7 @@ from torch.nn.modules import module as nn_module
 
 from scratchlm.model import (
     MLP,
+    Embedding,
     ExpertLinear,
     LayerNorm,
     MoE,
@@ -65,8 +66,8 @@ ACCELERATED: dict[type[nn.Module], type[nn.Module]] = {}  # our class -> its acc
 FUSIONS_OF: dict[type[nn.Module], list[Fusion]] = {}  # accelerated class -> in order of preference
 # Classes whose instances are as we wrote them; the accelerated ones enter themselves.
 PLAIN_TYPES: list[type[nn.Module]] = [
-    *(LayerNorm, MLP, MoE, ExpertLinear, RotaryEmbedding, SinusoidalPositions, TiedHead),
-    nn.Identity,
+    *(Embedding, LayerNorm, MLP, MoE, ExpertLinear, TiedHead),
+    *(RotaryEmbedding, SinusoidalPositions, nn.Identity),
 ]
 
 T = TypeVar("T", bound=type[nn.Module])

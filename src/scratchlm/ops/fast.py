@@ -19,7 +19,7 @@ from scratchlm.ops import attention as attention_kernels
 from scratchlm.ops import experts
 from scratchlm.ops.masks import Mask, check_attention
 from scratchlm.ops.ranges import can_look, counted_targets
-from scratchlm.ops.reference import ReferenceOps
+from scratchlm.ops.reference import OP_NAMES, ReferenceOps
 
 # On a CPU, a product of few rows with a matrix this large is bound by reading the matrix, and
 # torch's own leaves that to one core. Cut into row blocks, two for each thread, it is read at the
@@ -40,13 +40,13 @@ SKIPS = {
 class FastOps(ReferenceOps):
     """Torch's own kernels, and our attention on a CPU."""
 
+    by_formula: frozenset[str] = frozenset()  # ops that would skip a user-provided one
+
     def __init_subclass__(cls, **options: Any) -> None:
-        """Use the formula of an op that would skip an op of this class's own."""
+        """Find the ops whose fast implementation would skip an op of this class's own."""
         super().__init_subclass__(**options)
-        for name, skipped in SKIPS.items():
-            same = getattr(cls, name) is getattr(FastOps, name)
-            if same and any(getattr(cls, op) is not getattr(FastOps, op) for op in skipped):
-                setattr(cls, name, getattr(ReferenceOps, name))
+        own = {op for op in OP_NAMES if getattr(cls, op) is not getattr(FastOps, op)}
+        cls.by_formula = frozenset(op for op, skipped in SKIPS.items() if own & set(skipped))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = W x (+ b)."""
@@ -61,6 +61,8 @@ class FastOps(ReferenceOps):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """y = W_g x, with a matrix for each group of rows; group g ends before row `ends[g]`."""
+        if "grouped_linear" in self.by_formula:
+            return super().grouped_linear(x, weight, ends)
         return experts.grouped_linear(x, weight, ends)
 
     def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
@@ -112,6 +114,9 @@ class FastOps(ReferenceOps):
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Mean of log Σ exp(logits) − logits[target] over the targets that count."""
+        if "cross_entropy" in self.by_formula:
+            options: Any = {"ignore_index": ignore_index, "z_loss": z_loss, "reduction": reduction}
+            return super().cross_entropy(logits, targets, **options)
         shape, vocab = logits.shape[:-1], logits.shape[-1]
         index, counts, wrong = counted_targets(shape, vocab, targets, ignore_index)
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -148,18 +153,23 @@ class FastOps(ReferenceOps):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask = None
     ) -> Tensor:
         """softmax(Q Kᵀ / √d_k) V."""
+        if "scaled_dot_product_attention" in self.by_formula:
+            return super().scaled_dot_product_attention(query, key, value, mask)
         check_attention(query, key, value, mask)
         return attention_kernels.attend(query, key, value, mask)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
         """Attention over heads; with fewer key heads, each serves a group of query heads."""
+        if "attention" in self.by_formula:
+            return super().attention(query, key, value, mask)
         grouped = query.shape[-3] != key.shape[-3]
         return attention_kernels.attend(query, key, value, mask, grouped)
 
 
 def has_fast_attention(ops: ReferenceOps) -> bool:
     """Whether a set of ops attends by the kernels of `ops/attention.py`."""
-    return type(ops).attention is FastOps.attention
+    fast = isinstance(ops, FastOps) and "attention" not in ops.by_formula
+    return fast and type(ops).attention is FastOps.attention
 
 
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:

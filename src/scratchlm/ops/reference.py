@@ -246,7 +246,9 @@ class ReferenceOps:
                 )
         methods = {name: staticmethod(function) for name, function in functions.items()}
         kind: type[ReferenceOps] = type(f"{type(self).__name__}Replaced", (type(self),), methods)
-        return kind()
+        made = object.__new__(kind)  # with what this set holds, whatever it was made from
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in OP_NAMES:
