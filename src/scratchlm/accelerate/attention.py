@@ -147,7 +147,7 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def attend(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return softmax(Q Kᵀ / √d_head) V of all heads, side by side."""
-        if not QKV_ROPE_ATTENTION.runs(self, x, context):
+        if not (conditions.trains_by_kernel(x) and QKV_ROPE_ATTENTION.runs(self, x, context)):
             return super().attend(x, context)
         from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope_attention
 
@@ -160,7 +160,7 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values; the first two normed and rotated as the model has it."""
-        if QKV_NORM_ROPE.runs(self, x, context):
+        if conditions.trains_by_kernel(x) and QKV_NORM_ROPE.runs(self, x, context):
             from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope
 
             tables, norm = shared_tables(self, context), None
@@ -173,7 +173,8 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return W_Q x, W_K x and W_V x."""
-        if not QKV_JOINED.runs(self, x):
+        able = self.shadow is not None or conditions.trains_by_kernel(x)
+        if not (able and QKV_JOINED.runs(self, x)):
             return super().qkv(x)
         q, k, v = self._joined(x).split([len(weight) for weight in self._weights], dim=-1)
         return q, k, v

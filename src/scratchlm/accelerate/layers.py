@@ -68,6 +68,8 @@ class AcceleratedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to the last dimension."""
+        if self.shadow is None and not self.fp8:
+            return super().forward(x)
         if FP8_LINEAR.runs(self, x):
             weight = joined_weight(self.shadow, [self.weight], torch.bfloat16)
             return fp8.linear(x, weight, self.bias)
@@ -108,7 +110,7 @@ class AcceleratedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        if not RMS_NORM.runs(self, x):
+        if not (conditions.trains_by_kernel(x) and RMS_NORM.runs(self, x)):
             return super().forward(x)
         from scratchlm.accelerate.kernels.triton.rms_norm import rms_norm
 
@@ -205,6 +207,8 @@ class AcceleratedSwiGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to every vector."""
+        if self.shadow is None and not self.fp8 and not conditions.trains_by_kernel(x):
+            return super().forward(x)
         if FP8_SWIGLU.runs(self, x):
             return fp8.swiglu(x, *self._low_weights(torch.bfloat16))
         if SWIGLU_GEMM.runs(self, x):
@@ -273,7 +277,7 @@ class AcceleratedTransformerBlock(TransformerBlock):
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Apply attention and the feed-forward layer, each beside the residual stream."""
-        if not ADD_RMS_NORM.runs(self, x):
+        if not (conditions.trains_by_kernel(x) and ADD_RMS_NORM.runs(self, x)):
             return super().forward(x, token_positions, context=context)
         from scratchlm.accelerate.kernels.triton.rms_norm import add_rms_norm
 

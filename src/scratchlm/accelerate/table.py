@@ -53,8 +53,8 @@ class Fusion:
         """Return why this fusion does not run for such a call, or None when it does."""
         if self.name in module.left_out:
             return "left out by `accelerate(without=…)`"
-        reason = self.condition(module, x, context)
-        return why_not_plain(module, self.absorbs, self.ops) if reason is None else reason
+        reason = why_not_plain(module, self.absorbs, self.ops)  # first: conditions look at parts
+        return self.condition(module, x, context) if reason is None else reason
 
     def runs(self, module: Any, x: Tensor, context: Any = None) -> bool:
         """Whether this fusion runs for such a call."""

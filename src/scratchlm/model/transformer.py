@@ -234,7 +234,7 @@ class TransformerLM(Transformer):
         z_loss: float = 0.0,
     ) -> Float[Tensor, ""]:
         """Return the mean cross-entropy of the targets, plus what keeps experts evenly loaded."""
-        routes: list[Routed] = []
+        routes: list[Routed] | None = [] if isinstance(self.config.ffn, kinds.MoE) else None
         hidden = self.hidden(
             token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
         )

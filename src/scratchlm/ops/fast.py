@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from scratchlm.ops import attention as attention_kernels
 from scratchlm.ops import experts
@@ -198,14 +197,19 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scale = _scaled(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         # With h = x·s and u = grad_output·g:  dx = s·(u − h·mean(u·h)). LayerNorm's kernel, told
         # that the mean of x is 0, gives s·(u − mean(u) − h·mean(u·h)): mean(u) is put back.
         x, weight, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this derivative will be differentiated: by the formula
+            scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + ctx.eps)
+            h, u = x * scale, grad_output * weight
+            dx = scale * (u - h * (u * h).mean(dim=-1, keepdim=True))
+            return dx, (grad_output * h).flatten(0, -2).sum(0), None
         zero = torch.zeros_like(scale)
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
             grad_output, x, weight.shape, zero, scale, weight, None, [True, True, False]

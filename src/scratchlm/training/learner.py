@@ -339,6 +339,8 @@ def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
     Every shape has a graph of its own: one with symbolic sizes may sum in another order, and which
     of the two a run gets would depend on the shapes it has seen, and so on whether it was resumed.
     """
+    if how != "off":  # or a hook put on a layer after the first step would be ignored
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
     if how == "model":
         return torch.compile(model.loss, dynamic=False)
     if how == "block":
