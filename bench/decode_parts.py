@@ -7,12 +7,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from scratchlm.inference.decoder import GraphDecoder
+from scratchlm.model.fused import FusedStep
 
 from results import table
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile, choose_tile, power_of_two
-from scratchlm.inference.decoder import GraphDecoder
-from scratchlm.model.fused import FusedStep
+from scratchlm.accelerate.kernels.triton.decode_tiles import (
+    KVSplits,
+    Tile,
+    choose_tile,
+    power_of_two,
+)
 
 # Enough layers that the caches of the chip do not hold their weights.
 TUNED_LAYERS = {"gpt2-xl": 6, "medium": 14, "qwen3-0.6b": 12}
@@ -58,12 +63,14 @@ def check(shapes: dict[str, ModelConfig]) -> None:
     from decode import build
 
     ways = ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False})
-    ways += ({"spread": Spread(32, 4, 3)},)
+    ways += ({"spread": KVSplits(32, 4, 3)},)
     for name, config in shapes.items():
         for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             model = build(config.replace(num_layers=2)).to(dtype)
             for batch in (1, 3, 8):
-                handed_on = ({"spread": Spread(32, 4, 3, handed_on=True)},) if batch <= 4 else ()
+                handed_on = (
+                    ({"spread": KVSplits(32, 4, 3, deferred_combine=True)},) if batch <= 4 else ()
+                )
                 found = [_after_three_steps(model, batch, way) for way in (*ways, *handed_on)]
                 errors = [((got - own).norm() / own.norm()).item() for got, own in found]
                 same = all(torch.equal(got, found[0][0]) for got, _ in found[:4])
@@ -157,7 +164,7 @@ def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]
     def head() -> None:
         step._project_few("head", x, step.model.ln_final, [step._head()], [step.logits])
 
-    weights, kept, shares = 2 * d * (heads + 2 * kv), 4 * kv * length, step.spread.shares
+    weights, kept, shares = 2 * d * (heads + 2 * kv), 4 * kv * length, step.spread.deferred_splits
     attention: dict[str, Part] = {
         "norm, q k v": (each(qkv), many, weights),
         "attention": (
@@ -207,15 +214,15 @@ def candidates(kernel: str, rows: int, width: int) -> list[Tile]:
                 if per_row and 4 <= loads <= 16 and in_flight <= 24 and programs >= 130:
                     found.append(Tile(block, warps, tiles))
                     if may_leave_a_fourth:
-                        found.append(Tile(block, warps, tiles, fourths=3))
+                        found.append(Tile(block, warps, tiles, quarters=3))
     return found
 
 
-def spreads(config: ModelConfig) -> list[Spread]:
+def spreads(config: ModelConfig) -> list[KVSplits]:
     """Programs that together hold all keys at once, and one that takes block after block."""
     widest = 8192 // power_of_two(config.d_head)
     return [
-        Spread(keys, warps, splits, handed_on)
+        KVSplits(keys, warps, splits, handed_on)
         for keys in (32, 64, 128, 256)
         for warps in (1, 2, 4, 8)
         for splits in sorted({1, -(-TUNED_CAPACITY // keys)})
@@ -251,10 +258,10 @@ def _tune_one(
         "head": (config.vocab_size, config.d_model),
     }
     best = {kernel: choose_tile(kernel, *size, 2) for kernel, size in sizes.items()}
-    spread: Spread | None = None
+    spread: KVSplits | None = None
     cache = model.new_cache(1, TUNED_CAPACITY)
 
-    def measured(tiles: dict[str, Tile], spread: Spread | None) -> float:
+    def measured(tiles: dict[str, Tile], spread: KVSplits | None) -> float:
         try:
             decoder = GraphDecoder(model, cache, tiles=tiles, spread=spread)
             cache.length = 192
@@ -266,7 +273,7 @@ def _tune_one(
         finally:
             cache.reset()
 
-    def compile_ahead(tiles: dict[str, Tile], spread: Spread | None) -> None:
+    def compile_ahead(tiles: dict[str, Tile], spread: KVSplits | None) -> None:
         if time.perf_counter() < deadline:
             cache = model.new_cache(1, TUNED_CAPACITY)
             FusedStep(model, cache, pdl=True, tiles=tiles, spread=spread).run()
@@ -280,7 +287,7 @@ def _tune_one(
     for kernel, tries in trials.items():
         settings = []
         for trial in tries:
-            if isinstance(trial, Spread):
+            if isinstance(trial, KVSplits):
                 settings.append((best, trial))
             else:
                 settings.append(({**best, kernel: trial}, spread))

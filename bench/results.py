@@ -15,7 +15,8 @@ RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Measured
 
 Each section is written by the command it names, peer and ours in one run. Compare within a
-section: absolute times move from machine to machine.
+section: absolute times move from machine to machine. Nothing here is written by hand: what was
+tried, and why, is in docs/speed-log.md.
 """
 
 
@@ -47,19 +48,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write_section(title: str, command: str, where: str, with_: str, body: str) -> None:
-    """Replace the section `title` of RESULTS.md, or add it at the end.
+    """Replace the section `title` of RESULTS.md, or add it at the end; no other line changes.
 
-    Where OUT names a folder, a copy is left there: a machine that is lent keeps nothing else.
+    Where OUT names a folder, a copy is left there, for runs on a remote machine.
     """
     date = datetime.date.today().isoformat()
     section = f"## {title}\n\n`{command}`, {date}, {where}; {with_}.\n\n{body.strip()}\n"
     text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEADER
-    parts = re.split(r"(?m)^(?=## )", text)
-    names = [part.partition("\n")[0] for part in parts]
-    if f"## {title}" in names:
-        parts[names.index(f"## {title}")] = section + "\n"
-    else:
-        parts.append(("" if parts[-1].endswith("\n\n") else "\n") + section)
-    RESULTS.write_text("".join(parts).rstrip() + "\n", encoding="utf-8")
+    RESULTS.write_text(with_section(text, title, section), encoding="utf-8")
     if os.environ.get("OUT"):
         shutil.copy(RESULTS, Path(os.environ["OUT"]) / RESULTS.name)
+
+
+def with_section(text: str, title: str, section: str) -> str:
+    """Return `text` with one section replaced or added; every other line stays as it is."""
+    first, *inner = re.findall(r"(?m)^## .*$", section)
+    if first != f"## {title}" or inner:
+        raise ValueError(
+            f"a section begins with its title and holds no other; got {inner or first}"
+        )
+    preamble, *parts = re.split(r"(?m)^(?=## )", text)
+    sections = {part.partition("\n")[0]: part.rstrip() for part in parts}
+    if len(sections) != len(parts):
+        raise ValueError("a title stands twice in RESULTS.md")
+    sections[first] = section.rstrip()
+    return "\n\n".join([preamble.rstrip(), *sections.values()]) + "\n"

@@ -1,4 +1,4 @@
-"""The command line as a whole: quick to answer, one line for what a user gets wrong."""
+"""The command line as a whole: quick to answer, one line for a mistake, a traceback for a bug."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scratchlm.cli import one_line
+from scratchlm.cli.errors import is_for_the_user, one_line
+from scratchlm.errors import ScratchLMError
 
 
 def scratchlm(*arguments, **options):
@@ -78,4 +79,125 @@ def test_traceback_is_shown_to_who_asks():
 @given(st.text())
 def test_every_error_fits_on_a_line(text):
     assert "\n" not in one_line(ValueError(text))
-    assert "\n" not in one_line(OSError(2, "No such file", "a.txt"))
+    assert "\n" not in one_line(OSError(2, "No such file", text))
+
+
+# Errors for the user and bugs
+
+OURS = """
+import json
+from scratchlm.errors import ScratchLMError
+
+def raises(error):
+    raise error
+
+def raises_from(error):
+    try:
+        int("x")
+    except ValueError as cause:
+        raise error from cause
+
+def cleans_up_and_raises_again(error):
+    try:
+        with open(__file__):
+            raises(error)
+    except ValueError:
+        raise
+
+def reports_a_library_error():
+    try:
+        json.loads("{")
+    except ValueError as error:
+        raise ValueError(f"a.json: {error}") from None
+
+def converts():
+    return int("x")
+
+def converts_and_raises_again():
+    try:
+        int("x")
+    except ValueError as error:
+        raise error
+
+def reads_json():
+    return json.loads("{")
+
+def calls_torch():
+    import torch
+    return torch.zeros(2).reshape("x")
+
+def adds():
+    return 1 + "1"
+
+def unpacks():
+    a, b = (1,)
+
+def calls(function):
+    return function()
+"""
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """Return functions that stand in a module of this package."""
+    names = {"__name__": "scratchlm.made_up", "__file__": __file__}
+    exec(OURS, names)
+    return names
+
+
+def error_of(function, *arguments):
+    with pytest.raises(Exception) as caught:
+        function(*arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_from", "cleans_up_and_raises_again"])
+@pytest.mark.parametrize("kind", [ValueError, TypeError, ScratchLMError])
+def test_an_error_raised_on_purpose_is_for_the_user(ours, name, kind):
+    assert is_for_the_user(error_of(ours[name], kind("d_model must be positive")))
+
+
+def test_a_library_error_we_report_in_our_words_is_for_the_user(ours):
+    assert is_for_the_user(error_of(ours["reports_a_library_error"]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["converts", "converts_and_raises_again", "reads_json", "calls_torch", "adds", "unpacks"],
+)
+def test_an_error_nobody_raised_on_purpose_is_a_bug(ours, name):
+    error = error_of(ours[name])
+    assert isinstance(error, (ValueError, TypeError))
+    assert not is_for_the_user(error)
+
+
+def test_an_error_raised_by_code_of_others_is_a_bug(ours):
+    def of_others():
+        raise ValueError("raised outside the package")
+
+    assert not is_for_the_user(error_of(ours["calls"], of_others))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), AssertionError("x")])
+def test_other_kinds_of_errors_are_bugs(ours, error):
+    assert not is_for_the_user(error_of(ours["raises"], error))
+
+
+def test_an_error_about_a_file_is_for_the_user(tmp_path):
+    assert is_for_the_user(error_of(open, tmp_path / "missing.txt"))
+    assert is_for_the_user(OSError(28, "No space left on device"))
+    assert not is_for_the_user(OSError(9, "Bad file descriptor"))
+
+
+def test_a_bug_shows_its_traceback_and_exits_with_1():
+    code = (
+        "from scratchlm import cli, config\n"
+        "def broken(name): return int(name)\n"
+        "config.preset = broken\n"
+        "cli.main()"
+    )
+    command = [sys.executable, "-c", code, "account", "gpt3"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "invalid literal" in result.stderr

@@ -69,12 +69,12 @@ models = st.builds(
 
 
 @given(models)
-def test_a_config_travels_through_toml_and_json_unchanged(config):
+def test_a_config_round_trips_through_toml_and_json(config):
     assert c.from_dict(tomllib.loads(c.to_toml(config))) == config
     assert c.from_dict(json.loads(c.to_json(config))) == config
 
 
-def test_the_plain_case_is_flat():
+def test_a_default_config_has_no_tables():
     config = c.ModelConfig(**SIZES, rope_theta=500.0)
     assert config.positions == c.Rotary(500.0, "interleaved")
     assert (config.ffn, config.norm, config.norm_placement) == (c.SwiGLU(), c.RMSNorm(), "pre")
@@ -116,7 +116,7 @@ def test_files_are_read_and_faults_are_named_with_the_file(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_table_of_nonsense_is_refused():
+def test_an_invalid_table_is_refused():
     for bad in (None, 3, [], "x"):
         with pytest.raises(TypeError, match="a model config must be a table"):
             c.from_dict(bad)

@@ -1,23 +1,52 @@
-"""The README says what is true now: its tree, its commands, its links."""
+"""The papers say what is true now: tree, rooms, commands, links, code, version."""
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer.main
+
+import scratchlm
+from scratchlm.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+
+
+def named(page):
+    return str(page.relative_to(ROOT))
 
 
 def test_the_tree_is_the_files_as_they_are():
     spec = importlib.util.spec_from_file_location("make_tree", ROOT / "docs" / "make_tree.py")
     make_tree = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_tree)
-    assert make_tree.with_tree(README) == README, "run: python docs/make_tree.py"
+    on_file = make_tree.PAGE.read_text(encoding="utf-8")
+    assert make_tree.page() == on_file, "run: python docs/make_tree.py"
+
+
+def test_the_readme_names_every_room_once():
+    (rooms,) = re.findall(r"```text\nsrc/scratchlm/\n(.*?)\n\S", README, re.S)
+    there = {
+        path.name + "/" * path.is_dir()
+        for path in (ROOT / "src" / "scratchlm").iterdir()
+        if (path / "__init__.py").exists() or path.suffix == ".py"
+    }
+    assert sorted(line.split()[0] for line in rooms.splitlines()) == sorted(there - {"__init__.py"})
+
+
+def test_the_readme_fits_on_two_screens():
+    assert len(README.splitlines()) <= 130
 
 
 def test_every_file_says_what_it_is():
@@ -25,7 +54,7 @@ def test_every_file_says_what_it_is():
         assert re.match(r'r?"""\S', path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
@@ -40,20 +69,47 @@ def test_make_targets_that_are_named_exist():
             assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
 
 
+COMMANDS = sorted(
+    {
+        line.partition("  #")[0].strip()
+        for page in PAGES
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+        for line in re.findall(r"(?m)^scratchlm .*$", block)
+    }
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_on_a_line_are_understood(line):
+    """Parsed with their arguments and options, and not run."""
+    command = typer.main.get_command(app)
+    words = shlex.split(line)
+    context = command.make_context(words[0], words[1:])
+    while hasattr(command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+
+
 def test_commands_that_are_named_exist():
-    out = subprocess.run(
-        [sys.executable, "-c", "from scratchlm.cli import main; main()", "--help"],
-        capture_output=True,
-        text=True,
-    ).stdout
+    known = typer.main.get_command(app).commands
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for command in re.findall(r"scratchlm ([a-z]+)", text):
-            if command not in ("is", "and", "as", "import"):
-                assert re.search(rf"│ {command} ", out), f"{page.name}: scratchlm {command}"
+        for command in re.findall(r"`scratchlm ([a-z]+)", page.read_text(encoding="utf-8")):
+            assert command in known, f"{page.name}: scratchlm {command}"
 
 
-def test_the_first_python_example_runs():
-    (example,) = re.findall(r"```python\n(# A model.*?)```", README, re.S)
-    result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
+def test_the_python_of_a_page_runs(page, tmp_path):
+    """All blocks of a page are one program."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks), encoding="utf-8")
+    result = subprocess.run([sys.executable, program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert project["version"] == scratchlm.__version__
+    assert re.findall(r"(?m)^## (\S+)", changelog)[0] == scratchlm.__version__

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from scratchlm.config import ModelConfig as ModelConfig
     from scratchlm.model import TransformerLM as TransformerLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {"ModelConfig": "scratchlm.config", "TransformerLM": "scratchlm.model"}
 

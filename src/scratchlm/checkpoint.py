@@ -33,6 +33,7 @@ from torch import Tensor
 
 from scratchlm import __version__
 from scratchlm.config import ModelConfig, load_config, to_json
+from scratchlm.durable import fsync_directory
 from scratchlm.errors import ScratchLMError
 
 FORMAT_VERSION = 1
@@ -209,11 +210,11 @@ def write_checkpoint(
                 files[TOKENIZER] = _write(beside / TOKENIZER, [Path(tokenizer_file).read_bytes()])
             manifest = _manifest(step, files, dict(metadata or {}))
             _write(beside / MANIFEST, [manifest.encode()])
-            _sync_directory(beside)
+            fsync_directory(beside)
             if directory.exists():
                 _set_aside(directory, "old")
             beside.rename(directory)
-            _sync_directory(directory.parent)
+            fsync_directory(directory.parent)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
@@ -301,14 +302,6 @@ def _is_whole(path: Path) -> bool:
     except ScratchLMError:
         return False
     return True
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # Tidying

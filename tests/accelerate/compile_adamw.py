@@ -1,8 +1,8 @@
-"""Compile AdamW's kernel for a Hopper GPU, on a machine without one.
+"""Compile the AdamW kernel for a Hopper GPU, on a machine without one.
 
-A program of its own, because the tests run under Triton's interpreter. Prints a line per variant:
-the gradients' type, loads of 16 and of 8 bytes, stores of 16 and of 8, and uses of shared memory.
-With gradients in bfloat16 the first moment is so too, and twins are written.
+A separate program, because the tests run in Triton's interpreter. Prints a line per variant: the
+dtype of the gradients, loads of 16 and of 8 bytes, stores of 16 and of 8, and uses of shared
+memory. With bfloat16 gradients the first moment is bfloat16 too, and shadow weights are written.
 """
 
 import re
@@ -12,34 +12,39 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scratchlm.accelerate.kernels.triton.adamw import COLUMNS, Tiling, _adamw
+from scratchlm.accelerate.kernels.triton.adamw import COLUMNS, Tiling, _adamw_kernel
 
-FLOATS = ("decay", "rate", "root", "eps", "beta1", "rest1", "beta2", "rest2")
+FLOATS = (
+    *("decay", "step_size", "inv_sqrt_correction", "eps"),
+    *("beta1", "one_minus_beta1", "beta2", "one_minus_beta2"),
+)
 
 
-def compiled(gradient, tiling, aligned=True, scaled=True):
-    """Compile the kernel for gradients of a type."""
+def compiled(grad, tiling, aligned=True, scaled=True):
+    """Compile the kernel for gradients of this dtype."""
     constants = {
-        "GRADIENT": gradient,
-        "MOMENT": gradient,
-        "FOUR_G": gradient.primitive_bitwidth // 2,
-        "FOUR_M": gradient.primitive_bitwidth // 2,
-        "TWIN": gradient == tl.bfloat16,
+        "GRAD": grad,
+        "MOMENT": grad,
+        "GRAD_ALIGNMENT": grad.primitive_bitwidth // 2,
+        "MOMENT_ALIGNMENT": grad.primitive_bitwidth // 2,
+        "SHADOW": grad == tl.bfloat16,
         "ALIGNED": aligned,
         "BLOCK": tiling.block,
-        "CHUNK": tiling.block * tiling.rounds,
-        "REST": min(tiling.block, 32 * tiling.warps),
+        "CHUNK": tiling.block * tiling.blocks_per_program,
+        "TAIL_BLOCK": min(tiling.block, 32 * tiling.warps),
         "COLUMNS": COLUMNS,
-        "HINT": tiling.hint,
+        "EVICTION": tiling.eviction_policy,
     }
     if not scaled:
         constants["scale"] = None
-    kinds = {"places": "*i64", "gradients": "*i64", "owners": "*i32", "scale": "*fp32"}
-    kinds |= dict.fromkeys(FLOATS, "fp32")
+    signature = {"rows": "*i64", "grads": "*i64", "owners": "*i32", "scale": "*fp32"}
+    signature |= dict.fromkeys(FLOATS, "fp32")
     source = ASTSource(
-        _adamw,
-        kinds | dict.fromkeys(constants, "constexpr"),
-        constexprs={(_adamw.arg_names.index(name),): value for name, value in constants.items()},
+        _adamw_kernel,
+        signature | dict.fromkeys(constants, "constexpr"),
+        constexprs={
+            (_adamw_kernel.arg_names.index(name),): value for name, value in constants.items()
+        },
         attrs={(i,): [["tt.divisibility", 16]] for i in range(3 + scaled)},
     )
     options = {"num_warps": tiling.warps}
@@ -47,10 +52,10 @@ def compiled(gradient, tiling, aligned=True, scaled=True):
 
 
 def main() -> None:
-    for gradient in (tl.float32, tl.bfloat16):
-        text = compiled(gradient, Tiling()).asm["ptx"]
-        wide = [rf"{way}\.global\S*\.v{n}" for way in ("ld", "st") for n in (4, 2)]
-        print(gradient, *(len(re.findall(pattern, text)) for pattern in (*wide, r"\.shared")))
+    for grad in (tl.float32, tl.bfloat16):
+        text = compiled(grad, Tiling()).asm["ptx"]
+        wide = [rf"{op}\.global\S*\.v{n}" for op in ("ld", "st") for n in (4, 2)]
+        print(grad, *(len(re.findall(pattern, text)) for pattern in (*wide, r"\.shared")))
     for scaled in (True, False):
         compiled(tl.float32, Tiling(), aligned=False, scaled=scaled)
 

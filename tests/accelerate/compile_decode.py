@@ -1,7 +1,7 @@
-"""Compile what a fused step launches, for a Hopper GPU, on a machine without one.
+"""Compile the kernels of a decode step for a Hopper GPU, on a machine without one.
 
-Run as a program of its own, because the tests run under Triton's interpreter, which lets pass what
-the compiler refuses. Prints a line per kernel: name, 16-byte loads before the wait, all loads.
+A separate program, because the tests run in Triton's interpreter, which accepts code that the
+compiler rejects. Prints a line per kernel: name, 16-byte loads before the PDL wait, all loads.
 """
 
 import re
@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile
-from scratchlm.model.fused import FusedStep
+from scratchlm.accelerate.gpu_decode import GPUStep
+from scratchlm.accelerate.kernels.triton.decode_tiles import KVSplits, Tile
 from tiny_models import FAMILIES, build
 
 TYPES = {
@@ -25,18 +25,18 @@ TYPES = {
 
 
 def compiled(kernel, args, warps):
-    """Compile a kernel for the arguments of one launch."""
-    signature, constants, hints = {}, {}, {}
+    """Compile a kernel for the arguments of a launch."""
+    signature, constants, attrs = {}, {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=True)):
         if isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
-            hints[(i,)] = [["tt.divisibility", 16]]
+            attrs[(i,)] = [["tt.divisibility", 16]]
         elif value is not None and not kernel.params[i].is_constexpr:
             signature[name] = "i32"
         else:
             signature[name] = "constexpr"
             constants[(i,)] = value
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=hints)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "launch_pdl": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -44,7 +44,7 @@ def compiled(kernel, args, warps):
 def main(family: str) -> None:
     launches = {}
 
-    class Recorder(FusedStep):
+    class Recorder(GPUStep):
         def _launch(self, kernel, grid, *args, warps=4, first=False):
             key = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
             launches[kernel.__name__, key] = (kernel, args, warps)
@@ -56,18 +56,18 @@ def main(family: str) -> None:
         "gate": Tile(2, 4, 2),
         "qkv": Tile(8, 4),
         "out": Tile(2, 4, 2),
-        "down": Tile(2, 4, 2, fourths=3),
+        "down": Tile(2, 4, 2, quarters=3),
     }
     with torch.inference_mode():
-        by_tickets, handed_on = Spread(16, 4, 3), Spread(16, 4, 3, handed_on=True)
-        for rows, spread in ((1, None), (2, by_tickets), (2, handed_on), (6, by_tickets)):
+        splits, deferred = KVSplits(16, 4, 3), KVSplits(16, 4, 3, deferred_combine=True)
+        for rows, kv_splits in ((1, None), (2, splits), (2, deferred), (6, splits)):
             cache = model.new_cache(rows, 16)
-            Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, spread=spread).run()
+            Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, kv_splits=kv_splits).run()
     for (name, _), (kernel, args, warps) in launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
         before, _, _ = text.partition("griddepcontrol.wait")
-        early = len(re.findall(r"ld\.global[\w.:]*\.v4", before))
-        print(name, early, len(re.findall(r"ld\.global", text)))
+        prefetched = len(re.findall(r"ld\.global[\w.:]*\.v4", before))
+        print(name, prefetched, len(re.findall(r"ld\.global", text)))
 
 
 if __name__ == "__main__":

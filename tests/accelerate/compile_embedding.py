@@ -1,8 +1,8 @@
-"""Compile the embedding's kernels for a Hopper GPU, on a machine without one.
+"""Compile the embedding kernels for a Hopper GPU, on a machine without one.
 
-A program of its own, because the tests run under Triton's interpreter, which lets pass what the
-compiler refuses. Prints a line per kernel and type of the gradients: 16-byte loads and stores, all
-loads and stores, and uses of shared memory.
+A separate program, because the tests run in Triton's interpreter, which accepts code that the
+compiler rejects. Prints a line per kernel and dtype: 16-byte loads and stores, all loads and
+stores, and uses of shared memory.
 """
 
 import re
@@ -16,13 +16,13 @@ from scratchlm.accelerate.kernels.triton import embedding
 WIDTH = 768
 
 
-def compiled(kernel, pointers, numbers, warps, **constants):
-    """Compile a kernel for pointers to these types; `numbers` are 32-bit integers."""
-    kinds = {name: f"*{kind}" for name, kind in pointers.items()}
-    kinds |= dict.fromkeys(numbers, "i32") | dict.fromkeys(constants, "constexpr")
+def compiled(kernel, pointers, integers, warps, **constants):
+    """Compile a kernel for pointers to these types; `integers` are 32-bit."""
+    signature = {name: f"*{dtype}" for name, dtype in pointers.items()}
+    signature |= dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         kernel,
-        kinds,
+        signature,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
@@ -31,32 +31,34 @@ def compiled(kernel, pointers, numbers, warps, **constants):
 
 
 def report(name, text):
-    wide = [rf"{way}\.global\S*\.v4" for way in ("ld", "st")]
-    every = [rf"{way}\.global" for way in ("ld", "st")]
-    print(name, *(len(re.findall(pattern, text)) for pattern in (*wide, *every, r"\.shared")))
+    vectorized = [rf"{op}\.global\S*\.v4" for op in ("ld", "st")]
+    every = [rf"{op}\.global" for op in ("ld", "st")]
+    print(name, *(len(re.findall(pattern, text)) for pattern in (*vectorized, *every, r"\.shared")))
 
 
 def main() -> None:
     sizes = {"WIDTH": WIDTH, "BLOCK": embedding.BLOCK}
-    warps = embedding._warps(embedding.BLOCK)
+    warps = embedding._num_warps(embedding.BLOCK)
     for out in ("fp32", "bf16"):
         pointers = {"ids": "i64", "table": "fp32", "out": out}
-        found = compiled(embedding._look_up, pointers, ["vocab"], warps, **sizes)
-        report(f"look_up {out}", found.asm["ptx"])
-    numbers = ["count", "vocab", "padding"]
+        found = compiled(embedding._embedding_kernel, pointers, ["vocab"], warps, **sizes)
+        report(f"embedding {out}", found.asm["ptx"])
+    integers = ["count", "vocab", "padding"]
     sizes |= {"CHUNK": embedding.CHUNK}
-    for above in ("fp32", "bf16"):
+    for grad in ("fp32", "bf16"):
         for key in ("i16", "i32"):
-            pointers = {"above": above, "keys": key, "order": "i64", "out": "fp32"}
-            pointers |= {"shares": "fp32"}
+            pointers = {"grad_output": grad, "keys": key, "order": "i64", "out": "fp32"}
+            pointers |= {"partial": "fp32"}
             rows = {"ROWS": embedding.ROWS}
-            found = compiled(embedding._sum_in_chunk, pointers, numbers, warps, **sizes, **rows)
-            report(f"sum_in_chunk {above} {key}", found.asm["ptx"])
-    sizes |= {"BLOCK": embedding.SHARE_BLOCK, "SHARES": embedding.SHARES}
+            found = compiled(
+                embedding._embedding_backward_kernel, pointers, integers, warps, **sizes, **rows
+            )
+            report(f"embedding_backward {grad} {key}", found.asm["ptx"])
+    sizes |= {"BLOCK": embedding.COMBINE_BLOCK, "COMBINE_ROWS": embedding.COMBINE_ROWS}
     for key in ("i16", "i32"):
-        pointers = {"keys": key, "out": "fp32", "shares": "fp32"}
-        found = compiled(embedding._join_shares, pointers, numbers, 4, **sizes)
-        report(f"join_shares {key}", found.asm["ptx"])
+        pointers = {"keys": key, "out": "fp32", "partial": "fp32"}
+        found = compiled(embedding._embedding_combine_kernel, pointers, integers, 4, **sizes)
+        report(f"embedding_combine {key}", found.asm["ptx"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Compile the kernels written in Gluon for a Hopper GPU, on a machine without one.
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per kernel:
-its name, bytes a thread spills to memory, bytes of shared memory, and how many instructions there
-are of the kind it is about: of tensor cores, or stores into another multiprocessor's memory.
+its name, the bytes of spills per thread, the bytes of shared memory, and the number of its
+characteristic instructions: of tensor cores, or stores into another CTA's shared memory.
 """
 
 import re
@@ -14,67 +14,82 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from scratchlm.accelerate.kernels.hopper import attention_backward as attend_back
-from scratchlm.accelerate.kernels.hopper import attention_forward as attend
-from scratchlm.accelerate.kernels.hopper import decode_qkv_attention as project_attend
-from scratchlm.accelerate.kernels.hopper import lm_head_exp as exp_product
-from scratchlm.accelerate.kernels.hopper import pingpong_gemm as turns
-from scratchlm.accelerate.kernels.hopper import qkv_rope as project_heads
-from scratchlm.accelerate.kernels.hopper import swiglu
+from scratchlm.accelerate.kernels.hopper import (
+    attention_backward,
+    decode_qkv_attention,
+    lm_head_exp,
+    pingpong_gemm,
+    qkv_rope,
+    swiglu,
+)
 
+TARGET = GPUTarget("cuda", 90, 32)
 TALL, WIDE, SMALL = (128, 64), (64, 128), (64, 64)  # blocks of the matrices described to TMA
-FLOATS = ("*fp32", "*fp32", "i32", "i32")
+QKV_ROPE = [TALL, TALL, TALL, "*fp32", "i32", "i32"]
+LM_HEAD = [TALL, TALL, TALL, "*fp32", "*fp32", "i32", "i32"]
+SWIGLU_BACKWARD = [TALL, WIDE, TALL, TALL, "*bf16", "i32"]
 KERNELS = [
-    (swiglu._forward, [TALL, SMALL, SMALL, TALL, "*bf16"], {"STAGES": swiglu.FORWARD_STAGES}),
-    (swiglu._back, [TALL, WIDE, TALL, TALL, "*bf16", "i32"], {}),
-    (exp_product._exp_product, [TALL, TALL, TALL, *FLOATS], {"CAP": exp_product.CAP}),
-    (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": True}),
-    (project_heads._project, [TALL, TALL, TALL, "*fp32", "i32", "i32"], {"INTERLEAVED": False}),
+    (
+        swiglu._swiglu_gemm_kernel,
+        [TALL, SMALL, SMALL, TALL, "*bf16"],
+        {"STAGES": swiglu.FORWARD_STAGES},
+    ),
+    (swiglu._swiglu_gemm_backward_kernel, SWIGLU_BACKWARD, {}),
+    (lm_head_exp._lm_head_exp_kernel, LM_HEAD, {"CAP": lm_head_exp.CAP}),
+    (qkv_rope._qkv_rope_kernel, QKV_ROPE, {"INTERLEAVED": True}),
+    (qkv_rope._qkv_rope_kernel, QKV_ROPE, {"INTERLEAVED": False}),
 ]
-STATS = f"tensordesc<fp32[1, 64],{attend_back.NUMBERS!r}>"
-HEADS = [SMALL, TALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
-OF_HEADS = {"STAGES": attend_back.STAGES, "SHELVES": attend_back.SHELVES}
+# One program for any number of query heads per key/value head: the group's size is an argument.
+STATS = f"tensordesc<fp32[1, 64],{attention_backward.STATS_LAYOUT!r}>"
+ATTENTION = [SMALL, TALL, SMALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
+ATTENTION_CONSTANTS = {
+    "STAGES": attention_backward.STAGES,
+    "SHARED_TILES": attention_backward.SHARED_TILES,
+}
 KERNELS += [
-    (attend_back._attend_back, HEADS, {**OF_HEADS, "INTERLEAVED": turned, "CUT": cut})
-    for turned in (True, False)
-    for cut in (False, True)
+    (
+        attention_backward._attention_backward_kernel,
+        ATTENTION,
+        {**ATTENTION_CONSTANTS, "INTERLEAVED": interleaved, "SPLIT": split},
+    )
+    for interleaved in (True, False)
+    for split in (False, True)
 ]
-FORWARD = {"STAGES": attend.STAGES, "REGISTERS": attend.REGISTERS}
-KERNELS += [(attend._attend, [SMALL, SMALL, "*fp32", "*i32"], FORWARD)]
-COUNTS = (*turns.SIZES, *attend_back.COUNTS, *attend.COUNTS)
+SIZES = (*pingpong_gemm.SIZES, *attention_backward.SIZES)
 
 
 def compiled(kernel, arguments, constants):
     names = kernel.arg_names
+    layout = pingpong_gemm.SHARED_LAYOUT
     kinds = {
         name: kind
         if isinstance(kind, str)
-        else f"tensordesc<bf16[{kind[0]}, {kind[1]}],{turns.LINES!r}>"
+        else f"tensordesc<bf16[{kind[0]}, {kind[1]}],{layout!r}>"
         for name, kind in zip(names, arguments, strict=False)
     }
-    common = {name: getattr(turns, name) for name in ("STAGES", "GROUP", "REGISTERS")}
-    whole = {name: value for name, value in common.items() if name in names} | constants
-    sizes = [name for name in COUNTS if name in names]
-    kinds |= dict.fromkeys(sizes, "i32") | dict.fromkeys(whole, "constexpr")
-    places = {(names.index(name),): value for name, value in whole.items()}
-    whole = {name for name, kind in kinds.items() if kind.startswith("*")}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
-    source = GluonASTSource(kernel, kinds, constexprs=places, attrs=attrs)
-    options = {"num_warps": 4, "maxnreg": (attend if kernel is attend._attend else turns).BEFORE}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    common = {name: getattr(pingpong_gemm, name) for name in ("STAGES", "GROUP", "REGISTERS")}
+    values = {name: value for name, value in common.items() if name in names} | constants
+    sizes = [name for name in SIZES if name in names]
+    kinds |= dict.fromkeys(sizes, "i32") | dict.fromkeys(values, "constexpr")
+    constexprs = {(names.index(name),): value for name, value in values.items()}
+    pointers = {name for name, kind in kinds.items() if kind.startswith("*")}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = GluonASTSource(kernel, kinds, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": 4, "maxnreg": pingpong_gemm.LAUNCH_REGISTERS}
+    return triton.compile(source, target=TARGET, options=options)
 
 
 POINTERS = {
     "x": "*fp32",
-    **dict.fromkeys(("gain", "w_q", "w_k", "w_v"), "*bf16"),
+    **dict.fromkeys(("norm_weight", "w_q", "w_k", "w_v"), "*bf16"),
     **dict.fromkeys(("cos", "sin"), "*fp32"),
     **dict.fromkeys(("keys", "values", "out"), "*bf16"),
     "lengths": "*i64",
 }
 
 
-def compiled_attention(width, keys, rope):
-    kernel = project_attend.project_attend
+def compiled_decode(width, keys, rope):
+    kernel = decode_qkv_attention.decode_qkv_attention
     names = kernel.arg_names
     block = 1 << (width - 1).bit_length()
     values = {"K": width, "BLOCK_K": block, "CAPACITY": 1024, "KEYS": keys, "EPS": 1e-5}
@@ -85,9 +100,8 @@ def compiled_attention(width, keys, rope):
         constexprs={(names.index(name),): value for name, value in values.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in POINTERS},
     )
-    options = {"num_warps": project_attend.WARPS, "num_ctas": project_attend.CTAS}
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={**options, "launch_pdl": True})
+    options = {"num_warps": decode_qkv_attention.WARPS, "num_ctas": decode_qkv_attention.CTAS}
+    return triton.compile(source, target=TARGET, options={**options, "launch_pdl": True})
 
 
 def report(name, done, instruction):
@@ -106,8 +120,8 @@ def main() -> None:
         done = compiled(kernel, arguments, constants)
         report(kernel.__name__, done, r"wgmma\.mma_async")
     for width, keys, rope in ((1024, 8, 2), (1024, 32, 1), (768, 4, 0)):
-        done = compiled_attention(width, keys, rope)
-        report("project_attend", done, r"st\.shared::cluster")
+        done = compiled_decode(width, keys, rope)
+        report("decode_qkv_attention", done, r"st\.shared::cluster")
 
 
 if __name__ == "__main__":

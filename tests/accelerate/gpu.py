@@ -1,4 +1,4 @@
-"""What tests of GPU kernels share: who can run them, and beside what; what they compile to."""
+"""What tests of GPU kernels share: where they run, what calls them, what they compile to."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scratchlm.accelerate import hopper
+from scratchlm.accelerate import conditions, hopper
 
 
 def is_hopper():
@@ -16,6 +16,18 @@ def is_hopper():
 
 
 on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU and a known Triton")
+
+
+def register_on_cpu(operations):
+    """Let custom ops run on a CPU, where there is no GPU: by what launches them, interpreted."""
+    if not torch.cuda.is_available():
+        for operation, launch in operations.items():
+            operation.register_kernel("cpu")(launch)
+
+
+def use_kernels_on_cpu(monkeypatch):
+    """Let a CPU count as a GPU that trains by kernels."""
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: torch.is_grad_enabled())
 
 
 def relative_error(got, expected):
@@ -31,10 +43,10 @@ def loss_and_gradients(model, ids, **more):
     return [value.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def heard(monkeypatch, module, name):
-    """Return the list of calls of a module's function from now on: what each was given."""
+def record_calls(monkeypatch, module, name):
+    """Return the list of calls of a module's function from now on: the arguments of each."""
     calls, run = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: (calls.append(given), run(*given))[1])
+    monkeypatch.setattr(module, name, lambda *args: (calls.append(args), run(*args))[1])
     return calls
 
 

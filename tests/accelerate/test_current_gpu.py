@@ -1,12 +1,11 @@
-"""Triton launches on the current GPU, wherever tensors are: on another one torch's ops serve."""
+"""Triton launches on the current GPU, wherever tensors are: for others torch's ops are used."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scratchlm.accelerate import hopper, kernels
-from scratchlm.ops import fast, fp8
+from scratchlm.accelerate import conditions, fp8, hopper, kernels
 from scratchlm.training import optimizers
 from scratchlm.training.kernel_adamw import KernelAdamW
 
@@ -35,19 +34,19 @@ def test_kernels_are_for_tensors_on_the_current_gpu(current, index):
     head = torch.empty(50_304, 64, dtype=torch.bfloat16, device="meta")
     here = current == index
     assert kernels.launches_for(x) == here
-    assert fast.trains_by_kernel(x) == here
+    assert conditions.trains_by_kernel(x) == here
     assert fp8.runs_by_kernel(x) == here
     assert hopper.is_hopper(index) == here
-    assert hopper.takes_head(on_gpu(index, torch.bfloat16), head) == here
+    assert hopper.supports_lm_head_exp(on_gpu(index, torch.bfloat16), head) == here
     assert (optimizers._fast_adamw([on_gpu(current), x]) is KernelAdamW) == here
 
 
 def test_without_triton_there_are_none(current, monkeypatch):
-    monkeypatch.setattr(kernels, "_FOUND", False)
+    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
     assert not kernels.launches_for(on_gpu(current))
 
 
-def test_a_compiler_takes_the_answer_for_a_constant(current):
+def test_a_compiler_treats_the_answer_as_a_constant(current):
     torch._dynamo.reset()  # it would not ask again
 
     def shift(x):

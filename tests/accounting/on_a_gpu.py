@@ -1,18 +1,87 @@
 """Stand-ins for a GPU's kernels: on the CPU they hold and save what those hold and save.
 
-Their values count only as far as the memory does: some gradients are zeros.
+An accelerated model looks up, at every call, whether kernels are for its input, and imports them
+then. `kernels_on_a_gpu` answers for a GPU and puts the stand-ins where the kernels are found.
+Their values count only as far as the memory does: some results and gradients are zeros.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from scratchlm.accounting.verify import all_logits_at_once
-from scratchlm.ops import OPS, Ops, fast, loss
+from scratchlm.accelerate import accelerate, conditions, hopper, lm_head_loss
+from scratchlm.model import TransformerLM
+from scratchlm.ops import OPS, FastOps
+from scratchlm.ops import attention as attention_kernels
 
+KERNELS = "scratchlm.accelerate.kernels"
 ROWS = 16  # a kernel's program holds a row; a stand-in a few
 
 
+def kernels_on_a_gpu(monkeypatch, execution, d_head, own_attention=False):
+    """Let accelerated models on the CPU run as on a GPU; `own_attention`: QKV to output in one."""
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: True)
+    monkeypatch.setattr(conditions, "compute_dtype", compute_dtype)
+    monkeypatch.setattr(FastOps, "rms_norm", torch_rms_norm)
+    monkeypatch.setattr(attention_kernels, "attend", attend)
+    monkeypatch.setattr(f"{KERNELS}.triton.embedding.embedding", embedding)
+    monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.rms_norm", rms_norm)
+    monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.add_rms_norm", AddNorm.apply)
+    monkeypatch.setattr(f"{KERNELS}.triton.qkv_norm_rope.qkv_norm_rope", qkv_norm_rope)
+    monkeypatch.setattr(f"{KERNELS}.triton.swiglu_gate.swiglu_gate", Gate.apply)
+    monkeypatch.setattr(lm_head_loss, "_loss_and_dlogits", loss_and_dlogits)
+    monkeypatch.setattr(lm_head_loss, "_scaled_rows", scaled_rows)
+    monkeypatch.setattr(lm_head_loss, "_add_product", add_product)
+    if not execution.rope_epilogue:
+        return
+    monkeypatch.setattr(hopper, "HEAD", d_head)
+    monkeypatch.setattr(hopper, "why_no_qkv_rope", lambda x, dtype: None)
+    monkeypatch.setattr(hopper, "supports_rope_tables", lambda cos: True)
+    reason = None if own_attention else "cuDNN's is faster"
+    monkeypatch.setattr(hopper, "why_no_attention", lambda x, num_heads: reason)
+    monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.rope_tables", rope_tables)
+    monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.qkv_rope", qkv_rope)
+    monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.qkv_rope_attention", qkv_rope_attention)
+
+
+def accelerated_model(config, execution, dtype=None):
+    """Return an accelerated model; what is unfused is computed as it is written."""
+    ops, without = OPS["fast"], []
+    if execution.attention == "unfused":
+        ops = ops.replace(attention=OPS["reference"].attention)
+    if execution.loss == "unfused":
+        without = ["chunked_lm_head_loss"]
+    return accelerate(TransformerLM(config, ops=ops, dtype=dtype), without)
+
+
+def compute_dtype(x):
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+
+
+class Embedding(torch.autograd.Function):
+    """A lookup: it keeps the ids."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding_id, out_dtype):
+        ctx.save_for_backward(ids)
+        ctx.like = partial(torch.zeros, weight.shape, dtype=weight.dtype)
+        return F.embedding(ids, weight).to(out_dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.like(), None, None
+
+
+embedding = Embedding.apply
+
+
+# Norms
+
+
 class FusedNorm(torch.autograd.Function):
+    """Torch's own kernel."""
+
     @staticmethod
     def forward(ctx, x, weight, eps):
         rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
@@ -25,20 +94,10 @@ class FusedNorm(torch.autograd.Function):
         return torch.zeros_like(x), torch.zeros_like(weight), None
 
 
-class FusedAttention(torch.autograd.Function):
-    """In 16 bits cuDNN's, whose output is laid out as Q; else by token, as the other kernels'."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        made = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        by_token = made.transpose(1, 2).contiguous().transpose(1, 2)
-        out = torch.empty_like(q).copy_(made) if q.dtype.itemsize == 2 else by_token
-        ctx.save_for_backward(q, k, v, out, q.new_zeros(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:3])
+def torch_rms_norm(ops, x, weight, eps=1e-5):
+    if x.dtype == weight.dtype == torch.float32:
+        return FusedNorm.apply(x, weight, eps)
+    return FusedNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
 
 
 class Norm(torch.autograd.Function):
@@ -55,45 +114,75 @@ class Norm(torch.autograd.Function):
         return torch.zeros_like(x), torch.zeros_like(weight)
 
 
-def rms_norm(x, weight, eps=1e-5):
-    if x.is_contiguous():
-        return Norm.apply(x, weight)
-    if x.dtype == weight.dtype == torch.float32:
-        return FusedNorm.apply(x, weight, eps)
-    return FusedNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
+def rms_norm(x, weight, eps):
+    assert x.is_contiguous()
+    return Norm.apply(x, weight)
 
 
-class Turn(torch.autograd.Function):
-    """Pairs of channels turned, whatever view they are, into a tensor that lies by token."""
+class AddNorm(torch.autograd.Function):
+    """A sum and its norm in one kernel: it keeps the sum."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        by_token = x.transpose(1, 2)
-        return torch.zeros_like(by_token, memory_format=torch.contiguous_format).transpose(1, 2)
+    def forward(ctx, x, delta, weight, eps, out_dtype):
+        y = x + delta
+        ctx.save_for_backward(y, weight)
+        ctx.delta = delta.dtype
+        return y, torch.zeros_like(y, dtype=out_dtype)
+
+    @staticmethod
+    def backward(ctx, dy, dn):
+        y, weight = ctx.saved_tensors
+        dx = torch.zeros_like(y)
+        ddelta = dx if ctx.delta == y.dtype else torch.zeros_like(y, dtype=ctx.delta)
+        return dx, ddelta, torch.zeros_like(weight), None, None
+
+
+# Attention
+
+
+class FusedAttention(torch.autograd.Function):
+    """In 16 bits cuDNN's, whose output is laid out as Q; else by token, as the other kernels'."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        attn_out = fused_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, attn_out, log_sum_exp(q))
+        return attn_out
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.zeros_like(grad), None, None
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:3])
 
 
-def rope(x, cos, sin, layout="interleaved"):
-    return Turn.apply(x, cos, sin)
+def fused_attention(q, k, v):
+    attn_out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if q.dtype.itemsize == 2:
+        return torch.empty_like(q).copy_(attn_out)
+    return attn_out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-class Heads(torch.autograd.Function):
-    """The joined product cut into heads, normed and turned: it is kept where there are norms."""
+def log_sum_exp(q):
+    return q.new_zeros(q.shape[:-1], dtype=torch.float32)
+
+
+def attend(q, k, v, mask, grouped=False):
+    assert mask.is_plain
+    return FusedAttention.apply(q, k, v)
+
+
+class NormRope(torch.autograd.Function):
+    """The joined product cut into heads, normed and rotated: it is kept where there are norms."""
 
     @staticmethod
-    def forward(ctx, joined, heads, kv_heads, cos, sin, *gains):
-        ctx.save_for_backward(*([joined] if gains else []), cos, sin, *gains)
-        ctx.shape, ctx.gains = joined.shape, [gain.shape for gain in gains]
-        width = joined.shape[-1] // (heads + 2 * kv_heads)
+    def forward(ctx, qkv, cos, sin, heads, kv_heads, *gains):
+        ctx.save_for_backward(*([qkv] if gains else []), cos, sin, *gains)
+        ctx.shape, ctx.gains = qkv.shape, [gain.shape for gain in gains]
+        width = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k = (
-            joined.new_zeros(*joined.shape[:2], number, width).transpose(1, 2)
+            qkv.new_zeros(*qkv.shape[:2], number, width).transpose(1, 2)
             for number in (heads, kv_heads)
         )
-        v = joined[..., (heads + kv_heads) * width :].unflatten(-1, (kv_heads, width))
+        v = qkv[..., (heads + kv_heads) * width :].unflatten(-1, (kv_heads, width))
         return q, k, v.transpose(1, 2)
 
     @staticmethod
@@ -102,81 +191,71 @@ class Heads(torch.autograd.Function):
         return dq.new_zeros(ctx.shape), None, None, None, None, *of_gains
 
 
-class AddNorm(torch.autograd.Function):
-    """A sum and its norm in one kernel: it keeps the sum."""
-
-    @staticmethod
-    def forward(ctx, x, delta, gain, low):
-        y = x + delta
-        ctx.save_for_backward(y, gain)
-        ctx.delta = delta.dtype
-        return y, torch.zeros_like(y, dtype=low)
-
-    @staticmethod
-    def backward(ctx, dy, dn):
-        y, gain = ctx.saved_tensors
-        dx = torch.zeros_like(y)
-        of_delta = dx if ctx.delta == y.dtype else torch.zeros_like(y, dtype=ctx.delta)
-        return dx, of_delta, torch.zeros_like(gain), None
+def qkv_norm_rope(qkv, cos, sin, norm, num_heads, interleaved):
+    return NormRope.apply(qkv, cos, sin, *num_heads, *(() if norm is None else norm[:2]))
 
 
-class OpsOnAGpu(Ops):
-    def turned_heads(self, x, weights, biases, heads, turn, norm):
-        joined = joined_product(x, weights, biases)
-        return Heads.apply(joined, *heads, *turn[:2], *(() if norm is None else norm[:2]))
-
-    def add_norm(self, x, delta, gain, eps):
-        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        return AddNorm.apply(x, delta, gain, low)
+def rope_tables(cos, sin, interleaved):
+    return torch.stack((cos, sin))
 
 
-class Projected(torch.autograd.Function):
-    """Queries, keys and values as views of one product, the first two turned on its way out."""
+class QkvRope(torch.autograd.Function):
+    """Queries, keys and values as views of one product, RoPE its epilogue."""
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, heads, kv_heads):
         ctx.save_for_backward(x, w, cos, sin)
-        width = len(w) // (heads + 2 * kv_heads)
-        by_head = F.linear(x, w).unflatten(-1, (-1, width)).transpose(1, 2)
-        return by_head.split((heads, kv_heads, kv_heads), dim=1)
+        return split_heads(F.linear(x, w), heads, kv_heads)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         x, w, _, _ = ctx.saved_tensors
-        joined = x.new_zeros(*x.shape[:-1], len(w))
-        return joined @ w, torch.zeros_like(w), None, None, None, None
+        return *product_gradients(x, w), None, None, None, None
 
 
-class OpsOnAHopperGpu(OpsOnAGpu):
-    def turned_heads(self, x, weights, biases, heads, turn, norm):
-        if norm is not None or biases[0] is not None:
-            return super().turned_heads(x, weights, biases, heads, turn, norm)
-        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        w = torch.cat([weight.to(low) for weight in weights])
-        return Projected.apply(x.to(low), w, *turn[:2], *heads)
+def qkv_rope(x, w, tables, num_heads, interleaved):
+    return QkvRope.apply(x, w, *tables[:2], *num_heads)
 
 
-def attention(q, k, v, mask=None):
-    return FusedAttention.apply(q, k, v)
+class QkvRopeAttention(torch.autograd.Function):
+    """From the layer's input to attention's output."""
+
+    @staticmethod
+    def forward(ctx, x, w, tables, heads, kv_heads):
+        qkv = F.linear(x, w)
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        attn_out = fused_attention(q, k, v).transpose(1, 2).flatten(2)
+        ctx.save_for_backward(x, w, qkv, attn_out, log_sum_exp(q), tables)
+        return attn_out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, *_ = ctx.saved_tensors
+        return *product_gradients(x, w), None, None, None
 
 
-def joined_product(x, weights, biases):
-    """Several maps as one product: what `ops/fast.py` does where x is on a GPU."""
-    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    joined = torch.cat([weight.to(low) for weight in weights])
-    return F.linear(x, joined, None if biases[0] is None else torch.cat(biases))
+def qkv_rope_attention(x, w, tables, num_heads, interleaved):
+    return QkvRopeAttention.apply(x, w, tables, *num_heads)
 
 
-def linears(x, weights, biases):
-    sizes = [len(weight) for weight in weights]
-    return joined_product(x, weights, biases).split(sizes, dim=-1)
+def split_heads(qkv, heads, kv_heads):
+    by_head = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    return by_head.split((heads, kv_heads, kv_heads), dim=1)
+
+
+def product_gradients(x, w):
+    grad_qkv = x.new_zeros(*x.shape[:-1], len(w))
+    return grad_qkv @ w, torch.zeros_like(w)
+
+
+# Feed-forward
 
 
 class Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, joined):
-        ctx.save_for_backward(joined)
-        a, b = joined.chunk(2, dim=-1)
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        a, b = gate_up.chunk(2, dim=-1)
         return F.silu(a).mul_(b)
 
     @staticmethod
@@ -184,23 +263,22 @@ class Gate(torch.autograd.Function):
         return torch.zeros_like(ctx.saved_tensors[0])
 
 
-def swiglu(x, w1, w2, w3, b1=None, b2=None, b3=None):
-    return fast.linear(Gate.apply(joined_product(x, (w1, w3), (b1, b3))), w2, b2)
+# LM head and loss
 
 
-def loss_and_gradient(logits, targets, vocab, z_loss, gradient):
+def loss_and_dlogits(logits, targets, vocab, z_loss, gradient):
     """Write the gradient over the logits, a few rows at a time: the kernel of the fused loss."""
     losses = []
     for rows, column in zip(logits.split(ROWS), targets.split(ROWS), strict=True):
         logs = rows.float().log_softmax(-1)
         losses.append(-logs.gather(1, column[:, None])[:, 0])
         rows.copy_(logs.exp_().scatter_add_(1, column[:, None], -torch.ones(len(rows), 1)))
-    return loss._Slopes(torch.cat(losses), logits, torch.ones(len(logits)))
+    return lm_head_loss._DLogits(torch.cat(losses), logits, torch.ones(len(logits)))
 
 
-def scaled_rows(x, factors, above, out):
+def scaled_rows(x, factors, grad_output, out):
     """Multiply rows in place, as a kernel does."""
-    factors = factors if above is None else factors * above
+    factors = factors if grad_output is None else factors * grad_output
     return torch.mul(x, factors[:, None].to(x.dtype), out=out)
 
 
@@ -210,15 +288,3 @@ def add_product(total, a, b):
     for columns, rows in zip(a.split(ROWS, dim=1), b.split(ROWS), strict=True):
         total.addmm_(columns.float(), rows.float())
     return total
-
-
-def ops_on_a_gpu(execution):
-    """Return the fast ops with the stand-ins; what is unfused is computed as it is written."""
-    changed = {"rms_norm": rms_norm, "rope": rope, "attention": attention}
-    changed |= {"linears": linears, "swiglu": swiglu}
-    if execution.attention == "unfused":
-        changed["attention"] = OPS["reference"].attention
-    if execution.loss == "unfused":
-        changed["linear_cross_entropy"] = all_logits_at_once
-    kind = OpsOnAHopperGpu if execution.turned else OpsOnAGpu
-    return kind(**vars(OPS["fast"]) | changed)

@@ -31,7 +31,7 @@ def refusal(*arguments):
     return str(result.exception)
 
 
-def test_the_worked_answer_stands_in_the_tables():
+def test_the_worked_example_is_in_the_tables():
     text = run("gpt2-xl")
     for number in (
         "2,127,057,600",
@@ -208,7 +208,7 @@ def test_accounting_needs_neither_torch_nor_numpy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_sizes_in_words():
+def test_sizes_with_units_are_parsed():
     assert parse_bytes("24GiB") == 24 * 2**30
     assert parse_bytes("80 GB") == 80 * 10**9
     assert parse_bytes("512") == 512

@@ -33,7 +33,7 @@ def flops(config, phase="forward", convention="full", execution=None, **work):
 # Formulas
 
 
-def test_a_formula_prints_evaluates_and_travels():
+def test_a_formula_prints_evaluates_and_serialises():
     S, d = Sym("S"), Sym("d")
     f = 8 * S * d**2
     env = {"S": 1024, "d": 1600}
@@ -295,7 +295,7 @@ def test_six_nd_counts_every_active_parameter_once():
         ({"optimizer": "adam"}, "optimizer must be one of"),
     ],
 )
-def test_nonsense_is_refused_by_name(wrong, says):
+def test_invalid_arguments_are_refused_by_name(wrong, says):
     with pytest.raises((ValueError, TypeError), match=says):
         Setup(**wrong)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scratchlm.accelerate import lm_head_loss
 from scratchlm.accounting import (
     MACHINES,
     Execution,
@@ -32,7 +33,6 @@ from scratchlm.accounting.activations import SLICE_ELEMENTS, SLICE_ROWS
 from scratchlm.accounting.fits import largest_that
 from scratchlm.accounting.scaling import SWEEPS
 from scratchlm.config import ModelConfig, preset
-from scratchlm.ops import loss
 
 XL = preset("gpt2-xl")
 SMALL = preset("gpt2")
@@ -95,11 +95,11 @@ def test_the_fused_loss_takes_the_slices_that_the_op_takes(rows, vocab):
     env = memory_bindings(config, training())
     length = vocab if vocab % 8 == 0 else -(-vocab // 128) * 128
     assert env["V_p"] == length
-    assert SLICE_ROWS.value(env) == loss._slice_size(rows, length, "cuda")
+    assert SLICE_ROWS.value(env) == lm_head_loss._chunk_size(rows, length, "cuda")
 
 
 def test_the_fused_loss_holds_as_many_logits_as_the_op():
-    assert loss.SLICE_ELEMENTS["cuda"] == SLICE_ELEMENTS
+    assert lm_head_loss.CHUNK_ELEMENTS["cuda"] == SLICE_ELEMENTS
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ class TestInTheBrowser:
         assert f"MFU {line.mfu}" in shown["shown"]
         assert shown["run"]["dollars"] == ""
 
-    def test_width_takes_along_what_follows_it(self, browser, pages):
+    def test_changing_the_width_updates_linked_sizes(self, browser, pages):
         browser.open(pages("gqa"))
         browser.run(SET, {"d_model": 8_192})
         browser.run(READ)
@@ -347,7 +347,7 @@ class TestInTheBrowser:
         )
         assert sizes == ["256", "28672", "8"]
 
-    def test_an_address_brings_a_setting_back(self, browser, pages):
+    def test_the_url_restores_a_setting(self, browser, pages):
         browser.open(pages("gqa"))
         fields = {"batch": 3, "d_head": 64, "phase": "decode", "accumulate": True, "gpu": "l4"}
         browser.run(SET, fields)
@@ -377,16 +377,14 @@ class TestInTheBrowser:
             ("dense", {"price": -1}),
         ],
     )
-    def test_what_python_refuses_the_page_refuses_in_the_same_words(
-        self, browser, pages, name, fields
-    ):
+    def test_the_page_refuses_with_the_messages_of_python(self, browser, pages, name, fields):
         browser.open(pages(name))
         browser.run(SET, fields)
-        said = browser.run(READ)["refusal"]
+        message = browser.run(READ)["refusal"]
         assert browser.run("return document.getElementById('results').hidden")
         with pytest.raises(ValueError) as refused:
             self.asked(MODELS[name], fields)
-        assert re.sub(r"(\d)\.0\b", r"\1", str(refused.value)) == said
+        assert re.sub(r"(\d)\.0\b", r"\1", str(refused.value)) == message
         browser.run("document.getElementById('reset').click()")
         assert browser.run(READ)["refusal"] == ""
 
@@ -400,13 +398,13 @@ class TestInTheBrowser:
         return account(config.replace(**sizes), **work, machine="h100-sxm", **money)
 
     @pytest.mark.parametrize("typed", ["", "1.5"])
-    def test_half_a_number_is_one_line_too(self, browser, pages, typed):
+    def test_an_incomplete_number_is_one_error_line(self, browser, pages, typed):
         browser.open(pages("dense"))
         browser.run(SET, {"batch": typed})
         assert browser.run(READ)["refusal"].startswith("batch must be a whole number; got ")
 
     @pytest.mark.parametrize("width", [390, 1280])
-    def test_nothing_sticks_out_sideways(self, browser, pages, width):
+    def test_the_page_has_no_horizontal_overflow(self, browser, pages, width):
         browser.show(width, 900)
         browser.open(pages("moe") + "#phase=training")
         browser.run(READ)
@@ -448,7 +446,7 @@ class TestInTheBrowser:
         assert shown == [a / b for a, b in pairs]
 
 
-def test_the_page_is_one_file_that_asks_for_nothing():
+def test_the_page_is_self_contained():
     page = account_page("dense", MODELS["dense"])
     assert not re.search(r"""(src|href)\s*=|@import|url\(|https?://(?!.*arxiv)""", page)
     assert not re.search(r"\beval\(|new Function|innerHTML|document\.write", page)
@@ -479,7 +477,7 @@ def test_the_flag_writes_the_page(tmp_path):
         (["--html", "no/such/folder/page.html"], "No such file"),
     ],
 )
-def test_a_page_that_cannot_be_is_refused(more, says, tmp_path, monkeypatch):
+def test_invalid_page_arguments_are_refused(more, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer = CliRunner().invoke(app, ["account", "gpt2", *more])
     assert says in str(answer.exception)

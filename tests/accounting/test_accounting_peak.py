@@ -13,31 +13,25 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from accounting import on_a_gpu
+from accounting.on_a_gpu import accelerated_model, kernels_on_a_gpu
+from scratchlm.accelerate import lm_head_loss
 from scratchlm.accounting import Execution, Setup, activations, memory
 from scratchlm.accounting.memory import WORKSPACE
 from scratchlm.config import MLP, Attention, ModelConfig, MoE
-from scratchlm.model import TransformerLM
-from scratchlm.ops import loss
 
 pytestmark = pytest.mark.slow  # the profiler takes seconds for each
 
 
 @pytest.fixture(autouse=True)
-def loss_on_a_gpu(monkeypatch):
-    """Let the fused loss work in place, as its kernels do."""
-    monkeypatch.setattr(loss, "_loss_and_gradient", on_a_gpu.loss_and_gradient)
-    monkeypatch.setattr(loss, "_add_product", on_a_gpu.add_product)
-    monkeypatch.setattr(loss, "_scaled_rows", on_a_gpu.scaled_rows)
-    monkeypatch.setitem(loss.SLICE_ELEMENTS, "cpu", 2**18)
+def small_slices(monkeypatch):
+    monkeypatch.setitem(lm_head_loss.CHUNK_ELEMENTS, "cpu", 2**18)
     monkeypatch.setattr(activations, "SLICE_ROWS", activations.slice_rows(2**18))
 
 
 def measured_peak(config, setup, trace):
-    ops = on_a_gpu.ops_on_a_gpu(setup.execution)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         low = torch.bfloat16 if setup.precision == "bf16" else None
-        model = TransformerLM(config, ops=ops, dtype=low)
+        model = accelerated_model(config, setup.execution, low)
         part = {"block": "", "attention": "attn", "ffn": "ffn"}.get(setup.execution.checkpointing)
         for layer in model.layers if part is not None else ():
             module = layer.get_submodule(part)
@@ -83,17 +77,17 @@ CASES = {
     "unfused attention": ({}, {"batch": 4, "execution": Execution(attention="unfused")}),
     "unfused loss": ({}, {"execution": Execution(loss="unfused")}),
     "many words": ({"vocab_size": 4096}, {}),
-    "turned in the product": ({}, {"execution": Execution(turned=True)}),
-    "turned in the product, block": (
+    "RoPE in the product": ({}, {"execution": Execution(rope_epilogue=True)}),
+    "RoPE in the product, block": (
         {},
-        {"execution": Execution(checkpointing="block", turned=True)},
+        {"execution": Execution(checkpointing="block", rope_epilogue=True)},
     ),
     "norms on queries": ({"attention": Attention(qk_norm=True), "num_kv_heads": 1}, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_peak_of_a_real_step_is_the_predicted_one(case, tmp_path):
+def test_the_peak_of_a_real_step_is_the_predicted_one(case, tmp_path, monkeypatch):
     sizes, work = CASES[case]
     config = ModelConfig(
         **{"vocab_size": 1024, "context_length": 128, "d_model": 128}
@@ -102,5 +96,6 @@ def test_the_peak_of_a_real_step_is_the_predicted_one(case, tmp_path):
     )
     setup = Setup(**{"phase": "training", "batch": 8, "context": 128} | work)
     predicted = memory(config, setup).training.value - WORKSPACE
+    kernels_on_a_gpu(monkeypatch, setup.execution, config.d_head)
     measured = measured_peak(config, setup, tmp_path / "trace.json")
     assert predicted == pytest.approx(measured, rel=0.05)

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from accounting.on_a_gpu import ops_on_a_gpu
+from accounting.on_a_gpu import accelerated_model, compute_dtype, kernels_on_a_gpu
+from scratchlm.accelerate import conditions, explain, hopper
 from scratchlm.accounting import Execution, Setup, bindings, evaluate, flops_tree, memory_bindings
 from scratchlm.accounting.activations import saved_tree
 from scratchlm.accounting.memory import kv_cache_bytes
@@ -150,7 +151,7 @@ def test_the_cache_has_the_predicted_bytes():
 
 
 # What autograd saves. On a CPU the norm is not one kernel, products of one input are not joined and
-# attention's output is laid out otherwise: `on_a_gpu` stands in for the GPU's ops.
+# attention's output is laid out otherwise: `on_a_gpu` stands in for the GPU's kernels.
 
 
 def saved_bytes(model, ids, autocast):
@@ -179,7 +180,7 @@ def saved_bytes(model, ids, autocast):
 
 def gradients_of_the_fused_loss(node):
     if hasattr(node, "gradients"):
-        return [node.gradients.of_rows, node.gradients.of_weight]
+        return [node.gradients.grad_rows, node.gradients.grad_weight]
     return [g for n, _ in node.next_functions if n for g in gradients_of_the_fused_loss(n)][:2]
 
 
@@ -209,27 +210,38 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["fused", "unfused", "fused, turned", "unfused, turned"])
+@pytest.mark.parametrize("rope", ["apart", "epilogue", "epilogue, own attention"])
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
 @pytest.mark.parametrize("loss", ["fused", "unfused"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_activations_are_what_autograd_saves(variant, precision, loss, attention):
+def test_activations_are_what_autograd_saves(
+    monkeypatch, variant, precision, loss, attention, rope
+):
     sizes = {"d_ff": 176, **VARIANTS[variant]}
     config = ModelConfig(1000, 128, 64, 2, 4, **sizes)
-    attention, _, turned = attention.partition(", ")
-    execution = Execution(attention, loss, turned=bool(turned))
+    execution = Execution(attention, loss, rope_epilogue=rope != "apart")
     setup = Setup(batch=2, context=128, precision=precision, execution=execution)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    model = TransformerLM(config, ops=ops_on_a_gpu(execution), dtype=dtype)
+    own_attention = rope.endswith("own attention")
+    kernels_on_a_gpu(monkeypatch, execution, config.d_head, own_attention)
+    model = accelerated_model(config, execution, dtype)
     measured = saved_bytes(model, torch.randint(0, 1000, (2, 128)), precision == "bf16-mixed")
     predicted = saved_tree(config, execution).value(memory_bindings(config, setup))
+    if own_attention and runs_own_attention(model):
+        measured -= 4 * 128 * config.d_head  # RoPE's tables, packed once for all layers
     # not modelled: a few scalars, a norm's weight widened to float32, ids of learned positions
     assert abs(predicted - measured) < 4096
     assert predicted == pytest.approx(measured, rel=0.003)
 
 
+def runs_own_attention(model):
+    rows = explain(model, batch=2, seq=128)
+    return any(row.fusion == "qkv_rope_attention" and row.reason is None for row in rows)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "work", "turned"),
+    ("sizes", "work", "epilogue"),
     [
         ({}, {}, True),
         ({"num_kv_heads": 1}, {"precision": "bf16"}, True),
@@ -240,15 +252,21 @@ def test_activations_are_what_autograd_saves(variant, precision, loss, attention
         ({"attention": Attention(qk_norm=True)}, {}, False),
         ({"attention": Attention(bias="qkv")}, {}, False),
         ({"positions": Learned()}, {}, False),
+        ({"tie_embeddings": True}, {}, True),
     ],
 )
-def test_a_hopper_gpu_turns_inside_the_product_where_its_kernel_does(
-    monkeypatch, sizes, work, turned
+def test_a_hopper_gpu_rotates_inside_the_product_where_its_kernel_does(
+    monkeypatch, sizes, work, epilogue
 ):
     config = ModelConfig(
         1000, 128, **{"d_model": 128, "d_head": 64} | sizes, num_layers=1, num_heads=2, d_ff=176
     )
     setup = Setup(**{"batch": 2, "context": 128} | work)
+    assert not on_this_gpu(config, setup).execution.rope_epilogue
+    monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: True)
+    monkeypatch.setattr(conditions, "compute_dtype", compute_dtype)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     for has in (True, False):
-        monkeypatch.setattr("scratchlm.accounting.verify._has_hopper", lambda has=has: has)
-        assert on_this_gpu(config, setup).execution.turned == (turned and has)
+        reason = None if has else "no Hopper GPU"
+        monkeypatch.setattr(hopper, "_why_not_here", lambda x, reason=reason: reason)
+        assert on_this_gpu(config, setup).execution.rope_epilogue == (epilogue and has)

@@ -104,7 +104,7 @@ def test_a_second_plain_implementation_gives_the_same_batch(
 
 
 @pytest.mark.parametrize("g", [0, 4093, 4095, 4096, 8190, 9996, 9999, 10_000, 14_094])
-def test_the_order_does_not_notice_how_it_is_computed_in_stretches(make_file, g):
+def test_the_order_computed_in_blocks_equals_the_naive_one(make_file, g):
     ids = [i % 60_000 for i in range(30_001)]  # 10,000 windows of 3
     batches = Batches(make_file(ids), 3, 1, seed=77)
     eight_rows = Batches(make_file(ids), 3, 8, seed=77).batch(g // 8)
@@ -114,7 +114,7 @@ def test_the_order_does_not_notice_how_it_is_computed_in_stretches(make_file, g)
         assert (eight_rows.inputs[row].tolist(), eight_rows.targets[row].tolist()) == expected
 
 
-def test_the_batch_is_frozen(make_file):
+def test_the_batch_is_the_same_as_in_earlier_versions(make_file):
     # Written down once from the plain implementation: another machine must see these very ids.
     batch = Batches(make_file(range(1000)), 6, 2, seed=42).batch(123)
     assert batch.inputs.tolist() == FROZEN_INPUTS
@@ -189,7 +189,7 @@ def test_a_target_never_needs_another_document(make_file):
                 assert len(owners) <= 1
 
 
-def test_going_round_a_file_without_an_end_changes_the_document(make_file):
+def test_wrapping_around_a_file_without_end_of_text_starts_a_new_document(make_file):
     tokens = make_file(range(1, 12), EOT)  # declares an end-of-text id but does not end with it
     batches = Batches(tokens, 4, 1, seed=0, document_ids=True)
     crossings = 0
@@ -243,7 +243,7 @@ def test_validation_iterates_over_all_of_its_batches_the_same_way_each_time(make
 # ---- reading ahead
 
 
-def test_a_truncation_while_reading_ahead_is_an_error_in_its_place(make_file):
+def test_a_truncation_while_prefetching_is_raised_at_its_step(make_file):
     tokens = make_file(range(60_000))
     batches = Batches(tokens, 64, 8, seed=0)
     iterator = batches.iterate(0, 200)

@@ -83,7 +83,7 @@ def test_stdin_is_read(tmp_path, tokenizer):
         (["-"], "error: -: stdin is empty"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_leaves_nothing(tmp_path, tokenizer, arguments, message):
+def test_errors_are_one_line_and_leave_no_files(tmp_path, tokenizer, arguments, message):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
     (tmp_path / "empty.txt").touch()

@@ -26,14 +26,14 @@ def test_a_second_implementation_in_plain_integers_agrees(n, key, data):
     assert permute(np.array(index, dtype=np.uint64), n, key).tolist() == expected
 
 
-def test_the_order_is_frozen():
+def test_the_permutation_is_the_same_as_in_earlier_versions():
     # Written down once from the plain-integer implementation: if this changes, every run changes.
     assert permute(np.arange(10), 10, derive_key(1234, 0, 1)).tolist() == FROZEN_TEN
     far = np.array([0, 1, 10**12 - 1])
     assert permute(far, 10**12, derive_key(1234, 7, 1)).tolist() == FROZEN_FAR
 
 
-def test_any_element_is_found_alone():
+def test_a_single_element_equals_that_of_the_whole_permutation():
     whole = permute(np.arange(1000), 1000, 5)
     assert [int(permute(np.array([i]), 1000, 5)[0]) for i in range(1000)] == whole.tolist()
 

@@ -123,7 +123,7 @@ def test_a_document_cut_into_parts_and_pieces_has_the_ids_of_the_whole(
 # ---- the split
 
 
-def test_duplicates_never_stand_on_both_sides(tmp_path):
+def test_duplicates_are_never_in_both_splits(tmp_path):
     rng = np.random.default_rng(0)
     texts = [f"unique text number {i}, with words" for i in range(300)]
     lines = [texts[i] for i in rng.integers(0, 300, 3000)]
@@ -228,7 +228,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
     assert made.notes == ("3 empty documents were left out",)
 
 
-def test_the_closing_token_can_be_chosen(tmp_path):
+def test_the_end_of_text_token_can_be_chosen(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     tokenizer = WordTokenizer(special=("<a>", "<b>"))
     made = prepare(
@@ -240,7 +240,7 @@ def test_the_closing_token_can_be_chosen(tmp_path):
         prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "x", end_of_text="<c>")
 
 
-def test_without_a_closing_token_documents_run_together_and_it_is_said(tmp_path):
+def test_without_an_end_of_text_token_documents_run_together_with_a_note(tmp_path):
     (tmp_path / "a.txt").write_text("one|two")
     made = prepare(
         [tmp_path / "a.txt"],
@@ -366,7 +366,7 @@ def test_a_source_that_changes_under_the_reader_is_refused(tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_breaks_its_word_is_refused(tmp_path):
+def test_a_tokenizer_whose_ids_exceed_its_vocab_size_is_refused(tmp_path):
     tokenizer = WordTokenizer()
     tokenizer.vocab_size = 10
     (tmp_path / "a.txt").write_text("some words and more. " * 500)

@@ -76,7 +76,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def whole(source, tmp_path, monkeypatch):
-    """The bytes of a run that nobody disturbed."""
+    """The bytes of an uninterrupted run."""
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     prepare([source], WordTokenizer(), tmp_path / "whole", separator=EOT)
     return bytes_of(tmp_path / "whole")
@@ -162,7 +162,7 @@ def test_killed_at_any_flush_rename_or_removal_it_ends_in_the_same_bytes(
     assert step > 30
 
 
-def test_a_leftover_of_the_work_folder_is_not_obeyed(source, whole, tmp_path):
+def test_leftover_files_in_the_work_folder_are_ignored(source, whole, tmp_path):
     out = tmp_path / "out"
     resume(source, out)
     (out / ".prepare").mkdir()
@@ -208,7 +208,7 @@ def resume(source, out, **options):
     return prepare([source], WordTokenizer(), out, **{"separator": EOT, **options})
 
 
-def test_damaged_leftovers_are_not_built_upon(source, whole, tmp_path):
+def test_damaged_partial_results_are_not_reused(source, whole, tmp_path):
     out = tmp_path / "out"
     for damage in ("flip", "cut", "missing", "journal"):
         interrupted(source, out)
@@ -237,7 +237,9 @@ def test_a_half_written_journal_line_costs_only_its_part(source, whole, tmp_path
     assert bytes_of(out) == whole
 
 
-def test_work_is_kept_only_where_the_plan_begins_alike(source, tmp_path, monkeypatch):
+def test_finished_parts_are_reused_only_for_the_common_prefix_of_the_plans(
+    source, tmp_path, monkeypatch
+):
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     out = tmp_path / "out"
     interrupted(source, out)
@@ -357,7 +359,7 @@ def test_killed_with_workers_nothing_stays_running_and_it_ends_in_the_same_bytes
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
-def test_a_worker_that_dies_is_said_and_the_work_is_kept(tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_reported_and_finished_parts_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     source, out = tmp_path / "a.txt", tmp_path / "out"
     source.write_text(EOT.join(f"Story {i}: {'and so on, ' * 90} the end." for i in range(600)))

@@ -1,4 +1,4 @@
-"""Text comes in from everywhere, in bounded memory; what cannot be read is said in one line."""
+"""Text is read from every kind of source, in bounded memory; errors are one line."""
 
 import gzip
 import json
@@ -97,7 +97,7 @@ def test_stdin_is_a_source():
     assert result.stdout == "['a', 'b']\n"
 
 
-def test_the_format_can_be_said_where_the_name_does_not(tmp_path):
+def test_the_format_can_be_given_explicitly(tmp_path):
     (tmp_path / "data").write_text('{"text": "x"}\n')
     assert documents(tmp_path / "data", format="jsonl") == ["x"]
 
@@ -213,7 +213,7 @@ def test_a_cut_off_gzip_file_is_refused(tmp_path, keep):
     assert "broken or cut off gzip data" in refusal(path)
 
 
-def test_a_file_that_only_says_gz_is_refused(tmp_path):
+def test_a_gz_file_that_is_not_gzip_is_refused(tmp_path):
     (tmp_path / "a.gz").write_text("not packed")
     assert "broken or cut off gzip data" in refusal(tmp_path / "a.gz")
 

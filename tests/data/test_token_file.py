@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scratchlm.data.token_file import TokenFile, dtype_for, write_token_file
+from scratchlm.data.token_file import TokenFile, dtype_for, token_paths, write_token_file
 from scratchlm.errors import ScratchLMError
 
 
@@ -186,3 +186,8 @@ def test_ids_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
         with pytest.raises(ValueError, match="ids must be in 0 … 4999"):
             write(tmp_path / "t", ids)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [".", "/", "..", "data/"])
+def test_a_directory_is_no_token_file_and_no_error(path):
+    assert all(not file.exists() for file in token_paths(path))

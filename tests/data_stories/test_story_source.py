@@ -16,7 +16,7 @@ from scratchlm.data.stories import (
     to_text,
     to_words,
 )
-from scratchlm.data.stories.source import BEGINNING
+from scratchlm.data.stories.source import INITIAL_BELIEF
 
 SOURCE = StorySource()
 SAMPLE = SOURCE.stories("sample", 4_000)
@@ -39,10 +39,14 @@ def explain(grammar, words, symbols=("@story",), memory=None):
 
     def values(name):
         variable = grammar.variables[name]
-        law = variable.laws[memory[variable.depends_on]] if variable.depends_on else variable.law
+        distribution = (
+            variable.distributions[memory[variable.depends_on]]
+            if variable.depends_on
+            else variable.distribution
+        )
         taken = memory.get(variable.other_than)
-        total = sum(p for value, p in law.items() if value != taken)
-        return [(value, p / total) for value, p in law.items() if value != taken]
+        total = sum(p for value, p in distribution.items() if value != taken)
+        return [(value, p / total) for value, p in distribution.items() if value != taken]
 
     if head.startswith("@") and ":" in head:
         name, variable = head[1:].split(":")
@@ -58,7 +62,7 @@ def explain(grammar, words, symbols=("@story",), memory=None):
             for sentence, p in grammar.sentences[head[1:]].items()
         )
     if head.startswith("~"):
-        return sum(p * say(word, memory) for word, p in grammar.freely[head[1:]].items())
+        return sum(p * say(word, memory) for word, p in grammar.independent[head[1:]].items())
     if head.startswith("$"):
         name, _, form = head[1:].partition(".")
         options = [(memory[name], 1.0)] if name in memory else values(name)
@@ -69,33 +73,39 @@ def explain(grammar, words, symbols=("@story",), memory=None):
     return say(head, memory)
 
 
-def everything(grammar, symbols=("@story",), memory=None, said=()):
+def everything(grammar, symbols=("@story",), memory=None, emitted=()):
     """List every way to tell every story of a small world, with its probability."""
     memory = memory or {}
     if not symbols:
-        yield (*said, END), 1.0
+        yield (*emitted, END), 1.0
         return
     head, rest = symbols[0], symbols[1:]
     name, _, detail = head[1:].replace(":", ".").partition(".")
     hidden = head[0] == "@" and detail and detail not in memory
     if hidden or (head[0] == "$" and name not in memory):
         new = detail if hidden else name
-        law = grammar.variables[new].law
+        distribution = grammar.variables[new].distribution
         taken = memory.get(grammar.variables[new].other_than)
-        total = sum(p for value, p in law.items() if value != taken)
+        total = sum(p for value, p in distribution.items() if value != taken)
         ways = [
-            (p / total, symbols, {**memory, new: v}, said) for v, p in law.items() if v != taken
+            (p / total, symbols, {**memory, new: v}, emitted)
+            for v, p in distribution.items()
+            if v != taken
         ]
     elif head[0] == "@":
-        law = grammar.sentences[f"{name}:{memory[detail]}" if detail else name]
-        ways = [(p, (*sentence.split(), *rest), memory, said) for sentence, p in law.items()]
+        distribution = grammar.sentences[f"{name}:{memory[detail]}" if detail else name]
+        ways = [
+            (p, (*sentence.split(), *rest), memory, emitted) for sentence, p in distribution.items()
+        ]
     elif head[0] == "~":
-        ways = [(p, rest, memory, (*said, word)) for word, p in grammar.freely[name].items()]
+        ways = [
+            (p, rest, memory, (*emitted, word)) for word, p in grammar.independent[name].items()
+        ]
     else:
         word = head
         if head[0] == "$":
             word = grammar.forms[detail][memory[name]] if detail else memory[name]
-        ways = [(1.0, rest, memory, (*said, word))]
+        ways = [(1.0, rest, memory, (*emitted, word))]
     for p, left, known, words in ways:
         for story, q in everything(grammar, left, known, words):
             yield story, p * q
@@ -113,7 +123,7 @@ SMALL = Grammar(
         "a": Variable({"x": 0.5, "y": 0.3, "z": 0.2}),
         "b": Variable({"x": 0.5, "y": 0.3, "z": 0.2}, other_than="a"),
     },
-    freely={"w": {"x": 0.25, "p": 0.75}},
+    independent={"w": {"x": 0.25, "p": 0.75}},
     forms={"s": {"x": "p", "y": "p", "z": "x"}},
 )
 
@@ -137,13 +147,13 @@ def test_probabilities_sum_to_one_after_every_prefix():
             assert story[end] in options
 
 
-def test_the_chain_rule_gives_the_probability_of_all_ways_to_say_a_story():
+def test_the_chain_rule_gives_the_marginal_probability_of_a_story():
     for story in SAMPLE[:150]:
         chain = -math.fsum(SOURCE.surprisals(story))
         assert chain == pytest.approx(math.log(explain(STORIES, story)), abs=1e-9)
 
 
-def test_in_a_small_world_every_story_and_the_entropy_are_found_by_listing_all():
+def test_story_probabilities_and_entropy_match_exhaustive_enumeration():
     source, all_stories = StorySource(SMALL), Counter()
     for story, p in everything(SMALL):
         all_stories[story] += p
@@ -163,17 +173,17 @@ def test_drawn_words_are_as_frequent_as_the_probabilities_say():
     """Pearson's χ², every draw grouped with the others that have the same probabilities."""
     seen = defaultdict(Counter)
     for story in SAMPLE:
-        belief = BEGINNING
+        belief = INITIAL_BELIEF
         for word in story:
-            options = SOURCE.outlook(belief)
+            options = SOURCE.successors(belief)
             seen[tuple((option, round(p, 12)) for option, (p, _) in options.items())][word] += 1
             belief = options[word][1]
     chi2 = freedom = 0.0
-    for law, counts in seen.items():
+    for distribution, counts in seen.items():
         n = sum(counts.values())
-        if len(law) > 1 and min(p for _, p in law) * n >= 5:
-            chi2 += sum((counts[word] - n * p) ** 2 / (n * p) for word, p in law)
-            freedom += len(law) - 1
+        if len(distribution) > 1 and min(p for _, p in distribution) * n >= 5:
+            chi2 += sum((counts[word] - n * p) ** 2 / (n * p) for word, p in distribution)
+            freedom += len(distribution) - 1
     assert freedom > 100
     # χ² of k degrees of freedom has mean k and variance 2k; the seed is fixed.
     assert abs(chi2 - freedom) < 3 * math.sqrt(2 * freedom)
@@ -186,8 +196,8 @@ def test_the_expected_entropy_is_what_stories_cost_on_average():
     assert abs(mean - SOURCE.entropy().nats) < 4 * spread
 
 
-def test_the_pets_mood_is_inferred_from_how_it_behaves():
-    """Bayes by hand: the mood is never said, yet what was seen tells of it."""
+def test_the_latent_mood_is_inferred_from_behaviour():
+    """Bayes by hand: the mood is never emitted, yet what was seen tells of it."""
     start = "The cat sat on the mat. {} Anna came back from the park. She had lost her old keys. "
     search = "She looked near the mat, but they were not there. The cat"
     signs = {
@@ -205,7 +215,7 @@ def test_what_was_taken_is_what_is_put_down_and_verbs_agree():
     many = {"keys", "shoes", "apples", "marbles"}
     for story in SAMPLE:
         text = to_text(story)
-        things = {w for w in story if w in STORIES.variables["thing"].law}
+        things = {w for w in story if w in STORIES.variables["thing"].distribution}
         assert len(things) == 1
         assert ("them" in story or "they were" in text or "They were" in text) >= (
             things <= many and "there they" in text
@@ -220,7 +230,7 @@ def test_stories_are_the_same_for_the_same_seed_and_differ_for_another():
     assert sum(story.count(".") for story in SOURCE.stories(3, 50)) >= 50
 
 
-def test_text_and_words_are_two_ways_to_write_the_same():
+def test_to_words_inverts_to_text():
     for story in SAMPLE[:100]:
         assert to_words(to_text(story)) == story
         assert "".join(spelled(story)) == to_text(story)
@@ -228,17 +238,17 @@ def test_text_and_words_are_two_ways_to_write_the_same():
 
 
 @pytest.mark.parametrize("text", ["The cat!", "The  cat", "the 3 cats"])
-def test_what_is_no_text_of_words_is_refused(text):
+def test_text_that_is_not_a_sequence_of_words_is_refused(text):
     with pytest.raises(ValueError, match="not written as stories are"):
         to_words(text)
 
 
-def test_what_no_story_says_is_refused_with_what_it_could_say():
+def test_an_impossible_word_is_refused_with_the_possible_ones():
     with pytest.raises(ValueError, match=r"on with 'cow' after 'The'.*cat, dog, hen"):
         SOURCE.next_words("The cow")
 
 
-def test_a_law_that_does_not_sum_to_one_is_refused():
+def test_a_distribution_that_does_not_sum_to_one_is_refused():
     with pytest.raises(ValueError, match="'story'"):
         Grammar({"story": {"a": 0.5, "b": 0.4}})
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from scratchlm.cli import main
-from scratchlm.cli.demo.corpus import Wanted, floor_of, read_stories
-from scratchlm.cli.demo.showing import Stock, bar, distance
+from scratchlm.cli.demo.corpus import DemoArgs, entropy_floor, read_stories
+from scratchlm.cli.demo.showing import DemoResult, bar, log_fraction
 from scratchlm.cli.demo.words import (
     PROMPTS,
     Comparison,
@@ -69,7 +69,7 @@ def small(tmp_path_factory):
     return out, run("demo", "--out", out, *SMALL, check=1)
 
 
-def test_it_prints_each_thing_it_should(small):
+def test_the_demo_prints_every_section(small):
     out, found = small
     for text in ("wrote", "learnt a tokenizer", "the floor", "parameters", "FLOPs", "GFLOP/s"):
         assert text in found.stderr
@@ -91,13 +91,13 @@ def test_the_report_shows_the_floor_the_words_and_the_verdict(small):
     assert "https://" not in page
 
 
-def test_the_floor_is_the_truths_own_score_on_the_very_ids_that_are_evaluated(small):
+def test_the_floor_is_the_loss_of_the_true_distribution_on_the_evaluated_ids(small):
     out = small[0]
     tokenizer, source = load_tokenizer(out / "data"), StorySource()
     stories = read_stories(out / "data" / "val.bin", tokenizer)
     assert "".join(map(to_text, stories)) == tokenizer.decode(_ids(out / "data" / "val.bin"))
     nats = sum(sum(source.surprisals(story)) for story in stories)
-    floor = floor_of(source, tokenizer, stories)
+    floor = entropy_floor(source, tokenizer, stories)
     assert floor == pytest.approx(nats / len(_ids(out / "data" / "val.bin")), rel=1e-12)
     line = next(line for line in small[1].stderr.splitlines() if line.startswith("the floor"))
     assert f"{floor:.4f}" in line
@@ -128,22 +128,24 @@ def test_run_again_it_shows_the_finished_demo_without_training(small):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (["--seed", "3", *SMALL], "--seed 0; got 3"),
         (["--steps", "13", "--sentences", "1500"], "--steps 12; got 13"),
         (["--steps", "12", "--sentences", "1700"], "--sentences about 15"),
     ],
 )
-def test_a_demo_of_another_kind_in_the_same_place_is_refused_in_one_line(small, change, said):
+def test_a_demo_with_other_arguments_in_the_same_folder_is_refused_in_one_line(
+    small, change, message
+):
     found = run("demo", "--out", small[0], *change, check=2)
-    assert said in found.stderr
+    assert message in found.stderr
     assert "--fresh starts clean" in found.stderr
     assert found.stderr.startswith("error: ")
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_a_run_that_is_no_demo_is_left_alone(tmp_path):
+def test_a_run_that_is_not_a_demo_is_left_unchanged(tmp_path):
     (tmp_path / "config.toml").write_text("[model]\n")
     for fresh in ([], ["--fresh"]):
         found = run("demo", "--out", tmp_path, *SMALL, *fresh, check=2)
@@ -151,7 +153,7 @@ def test_a_run_that_is_no_demo_is_left_alone(tmp_path):
         assert (tmp_path / "config.toml").read_text() == "[model]\n"
 
 
-def test_interrupted_it_saves_and_the_same_command_goes_on_to_the_same_end(small, tmp_path):
+def test_an_interrupted_demo_resumes_to_the_same_result(small, tmp_path):
     out = tmp_path / "run"
     code = "from scratchlm.cli import main; main()"
     command = [sys.executable, "-c", code, "demo", "--out", str(out), *SMALL]
@@ -238,7 +240,7 @@ def test_every_prompt_of_the_table_is_the_beginning_of_a_story():
 # The verdict
 
 
-def test_words_the_truth_does_not_know_count_as_an_error():
+def test_probability_on_impossible_words_counts_as_an_error():
     comparison = Comparison("", "", {"a": 0.5, "b": 0.5}, {"a": 0.48, "b": 0.48})
     assert comparison.rows[-1] == ("any other", 0.0, pytest.approx(0.04))
     assert comparison.worst == pytest.approx(0.04)
@@ -250,25 +252,25 @@ def test_words_the_truth_does_not_know_count_as_an_error():
 )
 def test_the_verdict_is_what_was_measured(loss, word, holds):
     worst = Comparison("", "", {"a": 1.0}, {"a": 1.0 - word})
-    assert Stock(loss, loss - 1, worst, 1.0).holds is holds
+    assert DemoResult(loss, loss - 1, worst, 1.0).holds is holds
 
 
-def test_bars_are_as_long_as_they_say():
+def test_bar_length_is_proportional():
     assert bar(0.0, 4) == "    "
     assert bar(1.0, 4) == "████"
     assert bar(0.5, 4) == "██  "
     assert bar(1 / 32, 4) == "▏   "
-    assert distance(30.0) == pytest.approx(1.0)
-    assert distance(-0.1) == 0.0
+    assert log_fraction(30.0) == pytest.approx(1.0)
+    assert log_fraction(-0.1) == 0.0
 
 
-def test_the_moving_average_suits_any_number_of_steps(tmp_path):
+def test_the_ema_decay_is_valid_for_any_number_of_steps(tmp_path):
     for steps in (1, 12, 1500):
-        assert 0 <= Wanted(tmp_path, 0, steps, 100).settings().ema < 1
+        assert 0 <= DemoArgs(tmp_path, 0, steps, 100).settings().ema < 1
 
 
 @pytest.mark.parametrize("wrong", [["--seed", "-1"], ["--device", "tpu9"]])
-def test_what_a_person_gets_wrong_is_said_in_one_line(tmp_path, wrong):
+def test_user_errors_are_one_line(tmp_path, wrong):
     found = run("demo", "--out", tmp_path / "x", *wrong, check=2)
     assert found.stderr.startswith("error: ")
     assert len(found.stderr.splitlines()) == 1

@@ -101,7 +101,7 @@ def test_beam_search_is_token_for_token_theirs(pair, family, length_penalty, ear
         for beam, row, score in zip(
             beams, expected.sequences.tolist(), expected.sequences_scores.tolist(), strict=True
         ):
-            said = row[len(prompt) :]
-            at = [i for i, token in enumerate(said) if token in ends]
-            assert said[: at[0] + 1 if at else None] == beam.token_ids  # behind it is padding
+            generated = row[len(prompt) :]
+            at = [i for i, token in enumerate(generated) if token in ends]
+            assert generated[: at[0] + 1 if at else None] == beam.token_ids  # behind it is padding
             assert beam.score == pytest.approx(score, abs=1e-4)

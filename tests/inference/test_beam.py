@@ -19,9 +19,10 @@ def exhaustive(model, prompt, length, vocab, end):
                 continue
             with torch.no_grad():
                 table = model(torch.tensor([prompt + list(ids)])).double().log_softmax(-1)[0]
-            places = range(len(prompt) - 1, len(prompt) + n - 1)
+            positions = range(len(prompt) - 1, len(prompt) + n - 1)
             logprob = sum(
-                table[place, token].item() for place, token in zip(places, ids, strict=True)
+                table[position, token].item()
+                for position, token in zip(positions, ids, strict=True)
             )
             scored.append((logprob, list(ids)))
     return sorted(scored, reverse=True)

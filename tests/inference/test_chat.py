@@ -47,7 +47,7 @@ def test_llama3_is_written_as_llama_was_trained():
     assert chat.encode(TALK, tokenizer) == tokenizer.encode(expected)
 
 
-def test_plain_is_text_that_stops_where_the_user_would_speak():
+def test_plain_format_stops_at_the_next_user_turn():
     tokenizer = byte_tokenizer()
     chat = chat_format(tokenizer, "plain")
     assert tokenizer.decode(chat.encode(TALK[:2], tokenizer)) == "Be kind.\nUser:  Hi\n\nAssistant:"

@@ -1,4 +1,4 @@
-"""The recorded step equals the model, and leaves the cache as the model would.
+"""A step of the GPU decoder equals the model's, and leaves the cache as the model would.
 
 Without a GPU the kernels run one by one in Triton's interpreter; on one, recorded as a graph.
 """
@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 
-from scratchlm.accelerate.kernels.triton.decode_tiles import Spread, Tile
+from scratchlm import acceleration
+from scratchlm.accelerate import gpu_decode
+from scratchlm.accelerate.decoding import why_not_gpu, why_not_model
+from scratchlm.accelerate.graph_decoder import GraphDecoder
+from scratchlm.accelerate.kernels.triton.decode_tiles import MAX_ROWS, KVSplits, Tile
 from scratchlm.inference import generate
-from scratchlm.inference.decoder import GraphDecoder, why_not
 from scratchlm.inference.sampling import GREEDY
-from scratchlm.model import fused
-from scratchlm.model.fused import MAX_ROWS, why_not_fused
 from tiny_models import FAMILIES, build, ids
 
 CUDA = torch.cuda.is_available()
@@ -53,8 +54,8 @@ def filled(model, rows, tokens, capacity=13):
 def test_steps_equal_the_model(family, rows):
     model, tokens = make(family), ids(rows, 9).to(DEVICE)
     cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)
-    spread = Spread(4, 4, 2) if family in ("llama", "mistral") else None
-    decoder = decoder_for(model, cache, spread=spread)
+    splits = KVSplits(4, 4, 2) if family in ("llama", "mistral") else None
+    decoder = decoder_for(model, cache, kv_splits=splits)
     for i in (6, 7):
         logits = decoder.step(tokens[:, i])
         expected = model(tokens[:, i : i + 1], cache=expected_cache)[:, 0]
@@ -70,26 +71,26 @@ def test_steps_equal_the_model(family, rows):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.inference_mode()
-def test_rows_that_grow_long_are_attended_another_way_and_the_same(rows, monkeypatch):
-    """Up to eight keys in one program; then in three, whose shares the projection adds up."""
-    spreads = {8: Spread(8, 4, 1), 13: Spread(8, 4, 3, handed_on=True)}
-    monkeypatch.setattr(fused, "choose_spreads", lambda *sizes: spreads)
+def test_long_rows_are_attended_by_several_programs_with_the_same_result(rows, monkeypatch):
+    """Up to eight keys by one program; then by three, whose results the projection combines."""
+    splits = {8: KVSplits(8, 4, 1), 13: KVSplits(8, 4, 3, deferred_combine=True)}
+    monkeypatch.setattr(gpu_decode, "choose_kv_splits", lambda *sizes: splits)
     model, tokens = make("llama"), ids(rows, 12).to(DEVICE)
     cache, expected_cache = filled(model, rows, tokens), filled(model, rows, tokens)
     decoder = decoder_for(model, cache)
-    reaches, first = [], None
+    max_kv_lens, first = [], None
     for i in range(6, 12):
         logits = decoder.step(tokens[:, i])
         first = logits.clone() if first is None else first
-        reaches.append(decoder.reach)
+        max_kv_lens.append(decoder.max_kv_len)
         expected = model(tokens[:, i : i + 1], cache=expected_cache)[:, 0]
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert reaches == [8, 8, 13, 13, 13, 13]
+    assert max_kv_lens == [8, 8, 13, 13, 13, 13]
     before = filled(model, rows, tokens)  # the cache goes back to where it was
     cache.length, cache._row_lengths = before.length, before._row_lengths
     torch.testing.assert_close(decoder.step(tokens[:, 6]), first)
-    assert decoder.reach == 8
-    late = decoder_for(model, expected_cache)  # bound when the short way is of no use any more
+    assert decoder.max_kv_len == 8
+    late = decoder_for(model, expected_cache)  # bound when rows are too long for one program
     assert not CUDA or list(late._recorded) == [13]
 
 
@@ -159,15 +160,52 @@ def test_a_full_cache_and_a_wrong_batch_are_refused_in_one_line():
     assert decoder.cache.length == 6
 
 
-def test_what_it_cannot_take_has_a_reason():
-    assert why_not_fused(build(FAMILIES["mixtral"], dtype=torch.float32)) == "a mixture of experts"
-    assert why_not_fused(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
-    assert "float32" in why_not_fused(build(FAMILIES["plain"], dtype=torch.float64))
-    assert "ops" in why_not_fused(build(FAMILIES["plain"], "reference", dtype=torch.float32))
-    assert why_not(build(FAMILIES["plain"], dtype=torch.float32)) == "a model on cpu"
+def test_a_model_it_does_not_take_is_refused_with_the_reason():
+    def reason(family, *ops, dtype=torch.float32):
+        return why_not_model(build(FAMILIES[family], *ops, dtype=dtype))
+
+    assert reason("mixtral") == "MoE in the config"
+    assert reason("post-norm") == "post-norm blocks"
+    assert "float32" in reason("plain", dtype=torch.float64)
+    assert reason("plain", "reference") == "user-provided ops in the model"
+    assert why_not_gpu(build(FAMILIES["plain"], dtype=torch.float32)) == "a model on cpu"
     model = build(FAMILIES["mixtral"], dtype=torch.float32)
-    with pytest.raises(ValueError, match="does not take a mixture of experts"):
+    with pytest.raises(ValueError, match="does not take MoE in the config"):
         GraphDecoder(model, model.new_cache(1), graph=False, pdl=False)
+
+
+class Zero(torch.nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+CHANGES = {
+    "hooked": lambda attn: attn.v_proj.register_forward_hook(lambda m, x, y: torch.zeros_like(y)),
+    "replaced": lambda attn: setattr(attn, "v_proj", Zero()),
+    "q_proj replaced": lambda attn: setattr(attn, "q_proj", Zero()),
+    "patched": lambda attn: setattr(attn.v_proj, "forward", torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("fed", [False, True], ids=["given tokens", "its own tokens"])
+@pytest.mark.parametrize("how", CHANGES)
+@torch.inference_mode()
+def test_a_module_changed_between_two_steps_is_called(how, fed):
+    model, tokens = make("gpt2"), ids(2, 9).to(DEVICE)
+    cache, expected_cache = filled(model, 2, tokens), filled(model, 2, tokens)
+    decoder = decoder_for(model, cache, greedy=True)
+    decoder.step(tokens[:, 6])
+    model(tokens[:, 6:7], cache=expected_cache)
+    CHANGES[how](model.layers[0].attn)
+    column = decoder.ids.tolist()
+    for i in (7, 8):
+        column = column if fed else tokens[:, i].tolist()
+        logits = decoder.step(None if fed else column).clone()
+        expected = model(torch.tensor(column, device=DEVICE)[:, None], cache=expected_cache)[:, 0]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+        assert cache.lengths.tolist() == expected_cache.lengths.tolist()
+        column = expected.argmax(dim=-1).tolist()
+        assert decoder.ids.tolist() == column
 
 
 @needs_cuda
@@ -175,7 +213,7 @@ def test_what_it_cannot_take_has_a_reason():
 @pytest.mark.parametrize("family", TAKEN)
 @pytest.mark.parametrize("rows", [1, 3, 7])
 @torch.inference_mode()
-def test_with_and_without_early_starts_and_recording_it_is_the_same(family, rows):
+def test_neither_pdl_nor_recording_changes_the_result(family, rows):
     model, tokens = make(family, layers=2), ids(rows, 9).to(DEVICE)
     found = []
     for options in ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False}):
@@ -194,6 +232,6 @@ def test_fifty_greedy_tokens_are_those_of_the_plain_path(prompts, monkeypatch):
     config = FAMILIES["llama"].replace(context_length=64, d_model=128, d_ff=320, vocab_size=500)
     model = build(config, dtype=torch.float32).cuda()
     fast = generate(model, prompts, max_new_tokens=50, sampling=GREEDY)
-    monkeypatch.setattr("scratchlm.inference.decoding.why_not", lambda model: "asked not to")
+    monkeypatch.setattr(acceleration, "make_decoder", lambda model, cache: None)
     plain = generate(model, prompts, max_new_tokens=50, sampling=GREEDY)
     assert [row.token_ids for row in fast] == [row.token_ids for row in plain]

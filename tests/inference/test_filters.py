@@ -60,7 +60,7 @@ def random_logits(seed=0, rows=40, vocab=17):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 16, 17, 100])
-def test_top_k_keeps_the_k_greatest_and_masks_the_rest(k):
+def test_top_k_keeps_the_k_largest_and_masks_the_rest(k):
     logits = random_logits()
     out = filters.top_k(logits, k)
     assert kept(out) == [naive_top_k(row, k) for row in logits.tolist()]
@@ -80,13 +80,13 @@ def test_top_p_stops_where_the_mass_is_reached_exactly():
 
 
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.3, 1.0])
-def test_min_p_keeps_what_is_near_the_best(p):
+def test_min_p_keeps_tokens_at_least_p_times_as_likely_as_the_best(p):
     logits = random_logits()
     assert kept(filters.min_p(logits, p)) == [naive_min_p(row, p) for row in logits.tolist()]
 
 
 @pytest.mark.parametrize("mass", [0.05, 0.3, 0.7, 0.95])
-def test_typical_keeps_what_is_as_surprising_as_expected(mass):
+def test_typical_keeps_tokens_of_surprisal_near_the_entropy(mass):
     logits = random_logits()
     out = filters.typical(logits, mass)
     assert kept(out) == [naive_typical(row, mass) for row in logits.tolist()]
@@ -134,7 +134,7 @@ def test_kept_logits_keep_their_values():
         lambda x: filters.repetition_penalty(x, x > 0, 2.0),
     ],
 )
-def test_a_filter_leaves_its_input_alone_and_rows_apart(apply):
+def test_a_filter_is_pure_and_treats_rows_independently(apply):
     logits = random_logits()
     before = logits.clone()
     whole = apply(logits)
@@ -142,7 +142,7 @@ def test_a_filter_leaves_its_input_alone_and_rows_apart(apply):
     assert torch.equal(whole, torch.cat([apply(row[None]) for row in logits]))
 
 
-def test_filters_pass_on_what_is_refused_already():
+def test_masked_tokens_stay_masked():
     logits = filters.top_k(random_logits(), 4)
     for out in (
         filters.top_p(logits, 0.9),

@@ -87,7 +87,7 @@ def test_chat_answers_each_line_and_leaves_at_the_end_of_input(chat_run):
     assert done.stdout
 
 
-def test_chat_says_what_does_not_fit_and_goes_on(chat_run):
+def test_chat_reports_a_message_that_does_not_fit_and_continues(chat_run):
     done = call("chat", chat_run, "--max-new-tokens", "5", stdin="x" * 200 + "\nhi\n")
     assert done.exit_code == 0
     assert "the message must fit 91 tokens of context" in done.stderr
@@ -114,7 +114,7 @@ def test_a_wrong_argument_is_an_error_of_one_line(run, arguments, message):
     assert message in str(result.exception)
 
 
-def test_the_installed_command_says_it_on_stderr_and_exits_2(tmp_path):
+def test_the_installed_command_prints_errors_to_stderr_and_exits_2(tmp_path):
     code = "from scratchlm.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", str(tmp_path), "-p", "x"],

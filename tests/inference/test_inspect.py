@@ -46,7 +46,7 @@ def test_attention_weights_are_causal_sum_to_one_and_give_the_layers_output(fami
     assert torch.allclose(mixed, seen[0][0], atol=1e-5)
 
 
-def test_looking_leaves_the_model_as_it_was():
+def test_attention_weights_leaves_the_model_unchanged():
     model = tiny_model()
     ops = [layer.attn.ops for layer in model.layers]
     weight = model.lm_head.weight.data_ptr()

@@ -73,7 +73,7 @@ def test_draw_inverts_the_distribution_function():
     assert draw(p.expand(6, -1), numbers) == [1, 1, 3, 3, 4, 4]
 
 
-def test_the_largest_draw_never_falls_off_the_end():
+def test_the_largest_draw_gives_a_valid_token():
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(500, 33, generator=generator, dtype=torch.float64)
     p[:, -3:] = 0
@@ -92,7 +92,7 @@ def test_temperature_zero_and_top_k_one_are_greedy():
     assert sample(logits, Sampling(temperature=1e-6), numbers) == greedy
 
 
-def test_greedy_hears_bias_and_penalties():
+def test_greedy_applies_bias_and_penalties():
     logits = torch.tensor([[1.0, 0.9, 0.0]])
     assert sample(logits, Sampling(temperature=0.0, logit_bias={0: -math.inf}), [0.5]) == [1]
     seen = Seen.of([[0]], 3, logits.device)
@@ -141,7 +141,7 @@ def test_a_wrong_setting_is_one_line(wrong, message):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
-def test_logits_that_are_no_numbers_are_an_error_not_a_token(value, sampling):
+def test_nan_or_infinite_logits_are_an_error_not_a_token(value, sampling):
     with pytest.raises(ValueError, match="nothing to choose from"):
         sample(torch.tensor([[0.0, value, 1.0]]), sampling, [0.5])
 

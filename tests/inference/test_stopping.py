@@ -22,7 +22,7 @@ def shown(pieces, strings):
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
 )
 @settings(max_examples=500, deadline=None)
-def test_however_the_text_is_cut_no_part_of_a_stop_string_is_shown(pieces, strings):
+def test_no_part_of_a_stop_string_is_shown_however_the_text_is_chunked(pieces, strings):
     text = "".join(pieces)
     # The definition: read on until a stop string is complete, then cut before it.
     expected = text, False

@@ -52,10 +52,10 @@ class Scripted(TransformerLM):
                 num_heads=1,
             )
         )
-        self.script, self.said = script, 0
+        self.script, self.num_generated = script, 0
 
     def head(self, hidden):
         logits = torch.full((len(hidden), self.config.vocab_size), -math.inf)
-        logits[:, self.script[min(self.said, len(self.script) - 1)]] = 0.0
-        self.said += 1
+        logits[:, self.script[min(self.num_generated, len(self.script) - 1)]] = 0.0
+        self.num_generated += 1
         return logits

@@ -53,7 +53,7 @@ def join_file(header, body):
 
 
 def byte_flips(file, data, rng, count, begin=0, end=None):
-    """Change single bytes between two places."""
+    """Change single bytes between two offsets."""
     end = len(data) if end is None else end
     for _ in range(count):
         at, bit = rng.randrange(begin, end), 1 << rng.randrange(8)

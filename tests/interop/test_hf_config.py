@@ -182,7 +182,7 @@ def test_smollm_is_a_llama_of_its_sizes():
 
 
 @pytest.mark.parametrize("family", HF_CONFIGS)
-def test_what_transformers_leaves_out_is_what_we_take_for_granted(family):
+def test_missing_keys_have_the_defaults_of_transformers(family):
     full = HF_CONFIGS[family]().to_dict()
     sparse = HF_CONFIGS[family]().to_diff_dict()
     sizes = {
@@ -279,7 +279,7 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausal
         (GPT2, {"n_head": 7}, "d_model must be divisible by num_heads"),
     ],
 )
-def test_what_changes_the_model_and_is_not_supported_is_named(table, change, message):
+def test_unsupported_settings_that_change_the_model_are_named(table, change, message):
     changed = {k: v for k, v in {**table, **change}.items() if v is not ...}
     with pytest.raises((ValueError, TypeError), match=message):
         from_hf_config(changed)

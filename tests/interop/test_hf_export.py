@@ -1,4 +1,4 @@
-"""Any model of ours that a family can say goes out; the others are refused with the reason."""
+"""Models that a Hugging Face family can represent are exported, others refused with the reason."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_the_exported_config_is_the_config_in_the_half_layout(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", INEXPRESSIBLE)
-def test_a_model_no_family_can_say_is_refused_with_the_reason(name, tmp_path):
+def test_a_model_no_family_can_represent_is_refused_with_the_reason(name, tmp_path):
     config, reason = INEXPRESSIBLE[name]
     with pytest.raises(ScratchLMError, match=reason):
         write_hf(tmp_path / "out", config, build(config).state_dict())
@@ -100,7 +100,7 @@ def test_the_half_layout_is_the_models_own_permutation(shape):
     assert torch.equal(half_layout(rows, 8), change_rope_layout(rows, 8, "half"))
 
 
-def test_olmo_goes_out_only_while_its_norms_are_ones(tmp_path):
+def test_olmo_is_exported_only_with_norm_weights_of_one(tmp_path):
     config = PLAIN.replace(norm=c.LayerNorm(1e-5, bias=False))
     model = build(config, dtype=torch.float32)
     with pytest.raises(ScratchLMError, match=r"layers\.0\.ln1\.weight is not all ones"):
@@ -114,7 +114,7 @@ def test_olmo_goes_out_only_while_its_norms_are_ones(tmp_path):
     torch.testing.assert_close(logits_of(theirs, ids), logits_of(model, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_a_dtype_is_converted_once_on_the_way_out(tmp_path):
+def test_export_rounds_once_when_converting_the_dtype(tmp_path):
     model = build(PLAIN, dtype=torch.float32)
     write_hf(tmp_path / "out", PLAIN, model.state_dict(), dtype=torch.bfloat16)
     stored = weights(tmp_path / "out")
@@ -123,7 +123,7 @@ def test_a_dtype_is_converted_once_on_the_way_out(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_does_not_fit_a_dtype_is_not_written(tmp_path):
+def test_values_that_overflow_the_dtype_are_not_written(tmp_path):
     state = build(PLAIN, dtype=torch.float32).state_dict()
     state["lm_head.weight"][0, 0] = 1e6
     with pytest.raises(ScratchLMError, match=r"lm_head\.weight holds NaN or infinite"):
@@ -142,7 +142,7 @@ def test_tensors_that_are_not_the_configs_are_named(tmp_path):
         write_hf(tmp_path / "out", PLAIN, {**state, "lm_head.weight": head[1:]})
 
 
-def test_a_directory_that_is_there_is_not_touched(tmp_path):
+def test_an_existing_directory_is_not_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ScratchLMError, match="exists already"):

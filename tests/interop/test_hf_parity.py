@@ -51,7 +51,9 @@ def test_shards_give_the_same_tensors_as_one_file(family, tmp_path):
 
 @pytest.mark.parametrize("family", HF_CONFIGS)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
-def test_there_and_back_is_byte_equal_and_transformers_loads_it(family, max_shard_bytes, tmp_path):
+def test_read_then_write_is_byte_identical_and_transformers_loads_it(
+    family, max_shard_bytes, tmp_path
+):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "in")
     checkpoint = read_hf(tmp_path / "in")
@@ -101,7 +103,7 @@ def test_load_into_fills_a_model_in_place_in_its_own_dtype(family, tmp_path):
         assert_same_bytes(dict(state), dict(checkpoint.tensors(dtype=dtype)))
 
 
-def test_load_into_reaches_weights_that_are_not_one_stretch_of_memory(tmp_path):
+def test_load_into_fills_non_contiguous_weights(tmp_path):
     hf_model("llama 3").save_pretrained(tmp_path)
     checkpoint = read_hf(tmp_path)
     state = {name: torch.empty(*shape, 2)[..., 0] for name, shape in checkpoint.shapes.items()}

@@ -158,7 +158,7 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value, dtype, llam
         ),
     ],
 )
-def test_what_is_missing_superfluous_or_misshapen_is_named(edit, message, llama):
+def test_missing_unexpected_and_misshapen_tensors_are_named(edit, message, llama):
     tensors = load_file(llama / "model.safetensors")
     edit(tensors)
     save_file(tensors, llama / "model.safetensors")
@@ -178,7 +178,7 @@ def test_a_file_that_shrinks_after_it_was_checked_is_an_error_not_a_crash(llama)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_a_pickle_is_never_opened_and_the_way_out_is_said(name, llama):
+def test_a_pickle_is_never_opened_and_the_conversion_is_suggested(name, llama):
     (llama / "model.safetensors").unlink()
     (llama / name).write_bytes(b"cos\nsystem\n(S'touch PWNED'\ntR.")
     with pytest.raises(ScratchLMError, match=rf"{name}.*convert it.*save_pretrained"):
@@ -240,7 +240,7 @@ def test_loops_of_links_directories_and_pipes_in_place_of_files_are_refused(llam
     assert "not a regular file" in outcome[0]
 
 
-def test_two_sets_of_weights_are_one_too_many(llama):
+def test_two_sets_of_weights_are_refused(llama):
     (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(ScratchLMError, match="both there"):
         read_hf(llama)

@@ -72,7 +72,7 @@ def checkpoint(tmp_path, tokenizer_file):
 
 
 @pytest.mark.parametrize("family", ["llama 3.2", "qwen3 moe", "gpt2"])
-def test_a_model_comes_in_and_goes_out_byte_for_byte(family, run, tmp_path):
+def test_import_then_export_is_byte_identical(family, run, tmp_path):
     theirs = hf_model(family, torch.bfloat16)
     theirs.generation_config.eos_token_id = [3, 5]
     theirs.save_pretrained(tmp_path / "in")
@@ -88,7 +88,7 @@ def test_a_model_comes_in_and_goes_out_byte_for_byte(family, run, tmp_path):
     assert load_with_transformers(tmp_path / "out").generation_config.eos_token_id == [3, 5]
 
 
-def test_a_run_goes_out_with_its_tokenizer_and_comes_back(run, tmp_path, checkpoint):
+def test_a_run_is_exported_with_its_tokenizer_and_imported_again(run, tmp_path, checkpoint):
     status, out, err = run("export", tmp_path / "run", tmp_path / "out")
     assert (status, err) == (0, "")
     assert "qwen3, " in out
@@ -113,7 +113,7 @@ def test_a_run_goes_out_with_its_tokenizer_and_comes_back(run, tmp_path, checkpo
     assert read_manifest(tmp_path / "back")["metadata"]["eos_token_ids"] == [end]
 
 
-def test_dtype_and_shards_are_chosen_on_the_way(run, tmp_path, checkpoint):
+def test_export_converts_dtype_and_shards(run, tmp_path, checkpoint):
     options = ("--dtype", "bfloat16", "--max-shard-gb", "0.00001")
     assert run("export", checkpoint, tmp_path / "out", *options)[0] == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -123,7 +123,7 @@ def test_dtype_and_shards_are_chosen_on_the_way(run, tmp_path, checkpoint):
     assert {t.dtype for t in wide.values()} == {torch.float64}
 
 
-def test_a_tokenizer_of_our_own_kind_goes_along_and_is_said_to_be(run, tmp_path):
+def test_a_scratchlm_only_tokenizer_is_exported_and_reported(run, tmp_path):
     CharTokenizer.of_text([TEXT]).save(tmp_path / "tokenizer")
     write_checkpoint(
         tmp_path / "ours",
@@ -137,7 +137,7 @@ def test_a_tokenizer_of_our_own_kind_goes_along_and_is_said_to_be(run, tmp_path)
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
-def test_nonfinite_weights_come_in_only_when_asked(run, tmp_path):
+def test_nonfinite_weights_are_imported_only_with_the_flag(run, tmp_path):
     model = hf_model("llama 3")
     with torch.no_grad():
         model.lm_head.weight[3, 3] = float("nan")
@@ -149,7 +149,7 @@ def test_nonfinite_weights_come_in_only_when_asked(run, tmp_path):
     assert run("import", tmp_path / "in", tmp_path / "ours", "--allow-nonfinite")[0] == 0
 
 
-def test_what_cannot_be_done_is_one_line_and_status_2(run, tmp_path, checkpoint):
+def test_user_errors_are_one_line_and_exit_status_2(run, tmp_path, checkpoint):
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
@@ -179,7 +179,7 @@ def test_what_cannot_be_done_is_one_line_and_status_2(run, tmp_path, checkpoint)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
 
 
-def test_a_damaged_checkpoint_does_not_go_out(run, tmp_path, checkpoint):
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, checkpoint):
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (checkpoint / "model.safetensors").write_bytes(bytes(data))

@@ -39,10 +39,10 @@ def test_a_file_of_the_library_is_read_where_it_says(tmp_path):
     [
         ({"a": A, "b": {**B, "data_offsets": [4, 12]}}, 12, "'a' and 'b' overlap"),
         ({"a": A, "b": {**A}}, 8, "'a' and 'b' overlap"),
-        ({"a": A, "b": {**B, "data_offsets": [12, 20]}}, 20, "4 bytes before 'b' are nobody's"),
-        ({"a": {**A, "data_offsets": [8, 16]}}, 16, "8 bytes before 'a' are nobody's"),
+        ({"a": A, "b": {**B, "data_offsets": [12, 20]}}, 20, "4 unreferenced bytes before 'b'"),
+        ({"a": {**A, "data_offsets": [8, 16]}}, 16, "8 unreferenced bytes before 'a'"),
         ({"a": A, "b": B}, 15, "cut short: tensor 'b' ends at byte 16 of 15"),
-        ({"a": A, "b": B}, 17, "1 bytes at the end are nobody's"),
+        ({"a": A, "b": B}, 17, "1 unreferenced bytes at the end"),
         ({"a": {**A, "shape": [3]}}, 8, r"F32 of shape \[3\] takes 12 bytes; its offsets span 8"),
         ({"a": {**A, "shape": [-2]}}, 8, "whole numbers"),
         ({"a": {**A, "shape": [2.0]}}, 8, "whole numbers"),
@@ -66,7 +66,7 @@ def test_a_file_of_the_library_is_read_where_it_says(tmp_path):
         (b'{"\xff":1}', 0, "not valid JSON"),
     ],
 )
-def test_a_broken_rule_is_the_one_that_is_named(header, size, message, tmp_path):
+def test_the_violated_rule_is_named(header, size, message, tmp_path):
     path = write(tmp_path, header, bytes(size))
     with pytest.raises(ScratchLMError, match=message) as error:
         read_header(path, 100_000)

@@ -32,15 +32,17 @@ def inputs(batch, heads, seq, width, key_heads=None, spread=1.0):
     return [x.transpose(1, 2).requires_grad_() for x in made]
 
 
-def with_gradients(attend, tensors, pull):
+def with_gradients(attend, tensors, grad_output):
     out = attend(*tensors)
-    return [out, *torch.autograd.grad(out, tensors, pull)]
+    return [out, *torch.autograd.grad(out, tensors, grad_output)]
 
 
-def truth(tensors, pull):
+def truth(tensors, grad_output):
     """The definition's output and gradients, in float64."""
     wide = [x.detach().double().requires_grad_() for x in tensors]
-    return with_gradients(lambda *x: reference.attention(*x, CausalMask()), wide, pull.double())
+    return with_gradients(
+        lambda *x: reference.attention(*x, CausalMask()), wide, grad_output.double()
+    )
 
 
 def error(got, wanted):
@@ -69,8 +71,10 @@ def ours(q, k, v):
 )
 def test_output_and_gradients_are_the_definition_s(shape, key_heads):
     tensors = inputs(*shape, key_heads)
-    pull = torch.randn(shape)
-    for got, wanted in zip(with_gradients(ours, tensors, pull), truth(tensors, pull), strict=True):
+    grad_output = torch.randn(shape)
+    for got, wanted in zip(
+        with_gradients(ours, tensors, grad_output), truth(tensors, grad_output), strict=True
+    ):
         assert got.shape == wanted.shape
         if got.numel() and wanted.norm() > 0:
             assert error(got, wanted) < 1e-6
@@ -81,31 +85,35 @@ def test_output_and_gradients_are_the_definition_s(shape, key_heads):
 @needs_kernel
 @pytest.mark.parametrize("length", range(85, 120))
 def test_every_remainder_of_a_tile_is_right(length):
-    tensors, pull = inputs(1, 1, length, 8), torch.randn(1, 1, length, 8)
-    for got, wanted in zip(with_gradients(ours, tensors, pull), truth(tensors, pull), strict=True):
+    tensors, grad_output = inputs(1, 1, length, 8), torch.randn(1, 1, length, 8)
+    for got, wanted in zip(
+        with_gradients(ours, tensors, grad_output), truth(tensors, grad_output), strict=True
+    ):
         torch.testing.assert_close(got.double(), wanted.double(), atol=1e-5, rtol=1e-5)
 
 
 @needs_kernel
 def test_large_scores_neither_overflow_nor_lose_precision():
     """Scores of some hundreds, of which nearly all weights vanish."""
-    tensors, pull = inputs(1, 2, 130, 32, spread=80.0), torch.randn(1, 2, 130, 32)
+    tensors, grad_output = inputs(1, 2, 130, 32, spread=80.0), torch.randn(1, 2, 130, 32)
     scores = (tensors[0] @ tensors[1].mT).abs().max() / math.sqrt(32)
     assert scores > 200
-    for got, wanted in zip(with_gradients(ours, tensors, pull), truth(tensors, pull), strict=True):
+    for got, wanted in zip(
+        with_gradients(ours, tensors, grad_output), truth(tensors, grad_output), strict=True
+    ):
         # A score of 2⁸ is known to 2⁻¹⁶ in float32, and so is its exponential, relatively.
         assert error(got, wanted) < 1e-4
 
 
 @needs_kernel
 def test_it_is_as_exact_as_torch_s_own():
-    tensors, pull = inputs(2, 4, 256, 32), torch.randn(2, 4, 256, 32)
-    exact = truth(tensors, pull)
+    tensors, grad_output = inputs(2, 4, 256, 32), torch.randn(2, 4, 256, 32)
+    exact = truth(tensors, grad_output)
 
     def torchs(*x):
         return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
 
-    mine, theirs = (with_gradients(way, tensors, pull) for way in (ours, torchs))
+    mine, theirs = (with_gradients(way, tensors, grad_output) for way in (ours, torchs))
     for a, b, wanted in zip(mine, theirs, exact, strict=True):
         assert error(a, wanted) < 2 * error(b, wanted)
 
@@ -126,17 +134,17 @@ def test_any_layout_in_memory_is_read_right():
 @pytest.mark.parametrize("wrong", [1e4, math.nan, math.inf], ids=str)
 def test_the_future_changes_nothing_of_the_past(wrong):
     """Not a bit of the output, whatever stands there; and a past loss pulls at no future token."""
-    tensors, pull = inputs(1, 2, 150, 32), torch.randn(1, 2, 150, 32)
+    tensors, grad_output = inputs(1, 2, 150, 32), torch.randn(1, 2, 150, 32)
     before = ours(*tensors)
     for seen in (0, 5, 99, 140):
         changed = [x.detach().clone() for x in tensors]
         for x in changed:
             x[:, :, seen + 1 :] = wrong
         assert torch.equal(ours(*changed)[:, :, : seen + 1], before[:, :, : seen + 1])
-        pull_of_past = pull.clone()
-        pull_of_past[:, :, seen + 1 :] = 0
-        for slope in torch.autograd.grad(ours(*tensors), tensors, pull_of_past):
-            assert (slope[:, :, seen + 1 :] == 0).all()
+        grad_of_past = grad_output.clone()
+        grad_of_past[:, :, seen + 1 :] = 0
+        for grad in torch.autograd.grad(ours(*tensors), tensors, grad_of_past):
+            assert (grad[:, :, seen + 1 :] == 0).all()
 
 
 @needs_kernel
@@ -164,11 +172,11 @@ def test_a_nan_comes_out_where_it_was_looked_at_and_nowhere_else(which):
     [((3, 4, 120, 32), 2), ((1, 3, 500, 16), 1), ((1, 1, 300, 32), 1)],  # some heads shared out
 )
 def test_the_number_of_threads_changes_no_bit(monkeypatch, shape, key_heads):
-    tensors, pull = inputs(*shape, key_heads=key_heads), torch.randn(shape)
+    tensors, grad_output = inputs(*shape, key_heads=key_heads), torch.randn(shape)
     results = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        results.append(with_gradients(ours, tensors, pull))
+        results.append(with_gradients(ours, tensors, grad_output))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
@@ -190,16 +198,18 @@ def test_torch_accepts_it_as_an_operation(grad):
 
 @needs_kernel
 def test_compiled_whole_it_gives_the_same():
-    tensors, pull = inputs(2, 4, 130, 32, key_heads=2), torch.randn(2, 4, 130, 32)
+    tensors, grad_output = inputs(2, 4, 130, 32, key_heads=2), torch.randn(2, 4, 130, 32)
 
     def merged(q, k, v):
         out = OPS["fast"].attention(q * 2, k, v, CausalMask())
         return out.transpose(1, 2).flatten(-2).sin()
 
-    plain = with_gradients(merged, tensors, pull.transpose(1, 2).flatten(-2))
+    plain = with_gradients(merged, tensors, grad_output.transpose(1, 2).flatten(-2))
     compiled = torch.compile(merged, fullgraph=True)
     for a, b in zip(
-        with_gradients(compiled, tensors, pull.transpose(1, 2).flatten(-2)), plain, strict=True
+        with_gradients(compiled, tensors, grad_output.transpose(1, 2).flatten(-2)),
+        plain,
+        strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -212,7 +222,7 @@ def takes_kernel(monkeypatch, *tensors):
     monkeypatch.setattr(
         cpu_attention, "causal_attention", lambda *qkv: (calls.append(qkv), whole(*qkv))[1]
     )
-    attention.attention(*tensors, CausalMask())
+    OPS["fast"].attention(*tensors, CausalMask())
     return len(calls) == 1
 
 
@@ -288,15 +298,15 @@ def fresh(monkeypatch):
 def test_without_a_compiler_torch_s_own_attention_does_it(fresh, tmp_path):
     fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh.setattr(shutil, "which", lambda name: None)
-    tensors, pull = inputs(1, 2, LONG, 8), torch.randn(1, 2, LONG, 8)
+    tensors, grad_output = inputs(1, 2, LONG, 8), torch.randn(1, 2, LONG, 8)
 
     def attend(*x):
-        return attention.attention(*x, CausalMask())
+        return OPS["fast"].attention(*x, CausalMask())
 
     assert native.library() is None
     assert "no C++ compiler" in native.why_not()
     for got, wanted in zip(
-        with_gradients(attend, tensors, pull), truth(tensors, pull), strict=True
+        with_gradients(attend, tensors, grad_output), truth(tensors, grad_output), strict=True
     ):
         assert error(got, wanted) < 1e-6
 

@@ -277,13 +277,13 @@ def test_the_mask_table_says_what_the_rule_says(
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_rope_turns_each_pair_as_a_complex_number(layout):
+def test_rope_rotates_each_pair_as_a_complex_number(layout):
     x, angle = randn(2, 5, 8, dtype=F64), randn(5, 4, dtype=F64)
-    turned = reference.rope(x, angle.cos(), angle.sin(), layout)
+    rotated = reference.rope(x, angle.cos(), angle.sin(), layout)
     if layout == "interleaved":
-        pairs, result = x.unflatten(-1, (4, 2)), turned.unflatten(-1, (4, 2))
+        pairs, result = x.unflatten(-1, (4, 2)), rotated.unflatten(-1, (4, 2))
     else:
-        pairs, result = (y.unflatten(-1, (2, 4)).transpose(-1, -2) for y in (x, turned))
+        pairs, result = (y.unflatten(-1, (2, 4)).transpose(-1, -2) for y in (x, rotated))
     expected = torch.view_as_complex(pairs.contiguous()) * torch.polar(
         torch.ones_like(angle), angle
     )

@@ -52,7 +52,7 @@ def arbitrary_merges(draw):
     made=arbitrary_merges(),
     words=st.lists(st.text("abcd", min_size=1, max_size=40), min_size=1, max_size=5),
 )
-def test_three_ways_to_merge_are_the_definition(made, words):
+def test_every_merge_implementation_equals_the_naive_one(made, words):
     vocab, merges = made
     id_of = check_vocab(vocab, {})
     _, table = check_merges(merges, id_of)
@@ -69,14 +69,14 @@ def test_three_ways_to_merge_are_the_definition(made, words):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=150)
 @given(text=special_text)
-def test_encode_is_the_definition(pattern, text):
+def test_encode_equals_the_naive_definition(pattern, text):
     tokenizer = prose_tokenizer(pattern)
     assert tokenizer.encode(text) == naive_ids(tokenizer, text, SPECIALS)
     assert tokenizer.encode(text, allowed_special=()) == naive_ids(tokenizer, text)
     assert tokenizer.encode(text, allowed_special={"<s>"}) == naive_ids(tokenizer, text, ["<s>"])
 
 
-def test_twenty_thousand_strings_come_back():
+def test_twenty_thousand_strings_round_trip():
     rng = random.Random(0)
     strings = [random_text(rng, rng.randrange(30)) for _ in range(19_000)]
     strings += [chr(c) for c in range(1000)]  # NUL and the other controls among them
@@ -88,13 +88,13 @@ def test_twenty_thousand_strings_come_back():
 
 @settings(max_examples=400)
 @given(text=texts)
-def test_any_text_comes_back(text):
+def test_any_text_round_trips(text):
     tokenizer = prose_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode_bytes(tokenizer.encode_array(text)) == text.encode()
 
 
-def test_twenty_thousand_byte_strings_come_back():
+def test_twenty_thousand_byte_strings_round_trip():
     tokenizer = prose_tokenizer()
     rng = random.Random(0)
     for _ in range(20_000):
@@ -104,7 +104,7 @@ def test_twenty_thousand_byte_strings_come_back():
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=40), text=texts)
-def test_any_bytes_come_back(data, text):
+def test_any_bytes_round_trip(data, text):
     tokenizer = prose_tokenizer()
     for mixed in (data, text.encode() + data, data + text.encode()):
         ids = tokenizer.encode_bytes(mixed)
@@ -114,7 +114,7 @@ def test_any_bytes_come_back(data, text):
 
 @settings(max_examples=100)
 @given(batch=st.lists(special_text, max_size=6))
-def test_a_batch_is_each_text_alone(batch):
+def test_encode_batch_equals_encoding_each_text(batch):
     tokenizer = prose_tokenizer("gpt4")
     for allowed in ((), "all"):
         together = tokenizer.encode_batch(batch, allowed_special=allowed)
@@ -123,7 +123,7 @@ def test_a_batch_is_each_text_alone(batch):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_long_texts_in_blocks_are_the_definition(pattern, monkeypatch):
+def test_long_texts_encoded_in_blocks_equal_the_naive_definition(pattern, monkeypatch):
     monkeypatch.setattr("scratchlm.tokenizer.wordcache.BLOCK", 50)
     tokenizer = prose_tokenizer(pattern)
     rng = random.Random(0)
@@ -133,7 +133,7 @@ def test_long_texts_in_blocks_are_the_definition(pattern, monkeypatch):
         assert [ids.tolist() for ids in together] == [naive_ids(tokenizer, t) for t in batch]
 
 
-def test_forgetting_words_changes_nothing(monkeypatch):
+def test_clearing_the_word_cache_changes_nothing(monkeypatch):
     monkeypatch.setattr("scratchlm.tokenizer.wordcache.MAX_WORDS", 20)
     tokenizer = Tokenizer(prose_tokenizer().vocab, prose_tokenizer().merges)
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_forgetting_words_changes_nothing(monkeypatch):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=60)
 @given(text=special_text, data=st.data())
-def test_encode_iterable_equals_encode_wherever_it_is_cut(pattern, text, data):
+def test_encode_iterable_equals_encode_for_any_chunking(pattern, text, data):
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     tokenizer = prose_tokenizer(pattern)
@@ -184,7 +184,7 @@ def test_encode_iterable_is_lazy():
 def test_streaming_decode_equals_the_whole_and_never_gives_half_a_character(ids):
     tokenizer = prose_tokenizer()
     decoder = tokenizer.stream_decoder()
-    for _ in range(2):  # a finished decoder starts afresh
+    for _ in range(2):  # a finished decoder can be reused
         given_out = [decoder.push(i) for i in ids] + [decoder.finish()]
         assert "".join(given_out) == tokenizer.decode(ids)
 
@@ -229,7 +229,7 @@ def test_special_tokens_missing_from_the_vocabulary_get_new_ids():
         (None, TypeError, "text must be str; got NoneType"),
     ],
 )
-def test_what_is_no_text_is_refused(text, error, message):
+def test_invalid_text_is_refused(text, error, message):
     tokenizer = prose_tokenizer()
     for encode in (tokenizer.encode, tokenizer.encode_array, lambda t: tokenizer.encode_batch([t])):
         with pytest.raises(error, match=message):
@@ -281,7 +281,7 @@ def test_a_wrong_vocabulary_is_refused(vocab, merges, message):
         Tokenizer(vocab, merges)
 
 
-def test_the_fingerprint_sees_every_difference():
+def test_the_fingerprint_changes_with_every_setting():
     base = prose_tokenizer()
     again = Tokenizer(base.vocab, base.merges, SPECIALS)
     others = [
@@ -300,7 +300,7 @@ def test_the_fingerprint_sees_every_difference():
     assert Tokenizer(shuffled, base.merges, SPECIALS).fingerprint() == base.fingerprint()
 
 
-def test_a_tokenizer_travels_to_another_process():
+def test_a_tokenizer_can_be_pickled():
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         ids = pool.apply(prose_tokenizer("gpt4").encode, (PROSE,))

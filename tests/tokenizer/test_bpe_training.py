@@ -44,7 +44,7 @@ def test_the_fast_trainer_equals_the_naive_one(tmp_path_factory, text, merges, s
 
 @settings(max_examples=60)
 @given(text=tied_text, floor=st.sampled_from([1, 2, 10**6]))
-def test_the_floor_of_followed_pairs_changes_nothing(tmp_path_factory, text, floor):
+def test_the_floor_of_tracked_pairs_changes_nothing(tmp_path_factory, text, floor):
     (path,) = write(tmp_path_factory.mktemp("corpus"), text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scratchlm.tokenizer.learning.FLOOR", floor)
@@ -74,7 +74,7 @@ def test_nearly_empty_files_train(tmp_path, text):
     assert train_bpe(str(path), 300, ["<s>"]) == train_bpe_naive(text, 300, ["<s>"])
 
 
-def test_ties_go_to_the_greater_pair(tmp_path):
+def test_ties_go_to_the_lexicographically_larger_pair(tmp_path):
     # Sennrich's example, with ties: (s, t) and (e, s) nine times each; (s, t) is greater.
     (path,) = write(
         tmp_path, "low low low low low lower lower widest widest widest" + " newest" * 6
@@ -143,11 +143,11 @@ def test_a_file_that_is_no_utf8_is_refused_with_the_place(tmp_path):
 
 def test_progress_tells_bytes_and_merges(tmp_path):
     (path,) = write(tmp_path, PROSE)
-    heard = []
-    train_bpe(path, 266, progress=lambda *news: heard.append(news))
+    reported = []
+    train_bpe(path, 266, progress=lambda *report: reported.append(report))
     size = path.stat().st_size
-    assert ("count", size, size) in heard
-    assert heard[-1] == ("merge", 10, 10)
+    assert ("count", size, size) in reported
+    assert reported[-1] == ("merge", 10, 10)
 
 
 def test_a_corpus_larger_than_the_memory_allowed_trains(tmp_path):

@@ -14,7 +14,7 @@ TOKENIZER = CharTokenizer.of_text([PROSE[:100], PROSE[100:]], ["<s>", "<s><s>"])
 
 
 @given(text=text_of_prose)
-def test_characters_come_back(text):
+def test_characters_round_trip(text):
     ids = TOKENIZER.encode(text, allowed_special=())
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text

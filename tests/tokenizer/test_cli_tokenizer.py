@@ -57,7 +57,7 @@ def test_show_names_each_piece_and_its_id(trained):
     assert [int(n) for line in out.splitlines()[1:-1:2] for n in line.split()] == ids
 
 
-def test_pieces_can_be_seen():
+def test_whitespace_and_stray_bytes_are_shown_visibly():
     assert piece_text(b" a\n\t") == "·a↵→"
     assert piece_text("é".encode()[:1]) == "<C3>"
     assert piece_text("\u200d\0".encode()) == "<U+200D><U+0000>"
@@ -69,7 +69,7 @@ def test_characters_and_standard_input(tmp_path):
     assert load_tokenizer(tmp_path).characters == ["a", "b", "n", "ñ"]
 
 
-def test_running_out_of_pairs_is_said(tmp_path):
+def test_running_out_of_pairs_is_reported(tmp_path):
     done = scratchlm("train", "-", "--vocab-size", 400, "--out", tmp_path, stdin=b"ab ab")
     assert done.returncode == 0
     assert b"258 tokens" in done.stdout
@@ -92,7 +92,7 @@ def test_running_out_of_pairs_is_said(tmp_path):
         (["text.txt", "--vocab-size", 300, "--special", ""], "must not be empty"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_leaves_nothing(tmp_path, arguments, message):
+def test_errors_are_one_line_and_leave_no_files(tmp_path, arguments, message):
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.bin").write_bytes(b"ab\xff\x00")

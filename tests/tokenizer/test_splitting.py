@@ -6,7 +6,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scratchlm.tokenizer.patterns import _ALSO, PATTERNS, compile_pattern, split_words
+from scratchlm.tokenizer.patterns import PATTERNS, TIKTOKEN_SPELLINGS, compile_pattern, split_words
 from scratchlm.tokenizer.splitting import kinds_of_characters, last_cut, next_cut
 from scratchlm.tokenizer.words import WordIndex, split_bytes
 from tokenizer.texts import ASCII_AWKWARD, AWKWARD, texts
@@ -30,14 +30,14 @@ def defined_words(batch, pattern):
 @each_pattern
 @settings(max_examples=600)
 @given(text=texts)
-def test_fast_words_are_the_patterns_words(pattern, text):
+def test_the_vectorised_splitter_equals_the_regex(pattern, text):
     assert fast_words([text], pattern) == defined_words([text], pattern)
 
 
 @each_pattern
 @settings(max_examples=200)
 @given(batch=st.lists(texts, min_size=1, max_size=5))
-def test_texts_split_together_split_as_alone(pattern, batch):
+def test_a_batch_of_texts_splits_as_each_alone(pattern, batch):
     assert fast_words(batch, pattern) == defined_words(batch, pattern)
 
 
@@ -65,7 +65,7 @@ def test_a_cut_changes_no_word(pattern, text, place):
 @settings(max_examples=600)
 @given(text=texts)
 def test_tiktokens_spelling_of_the_patterns_means_the_same(text):
-    for spelling, name in _ALSO.items():
+    for spelling, name in TIKTOKEN_SPELLINGS.items():
         assert regex.findall(spelling, text) == split_words(text, name)
 
 
@@ -75,7 +75,7 @@ def test_the_awkward_alphabet_holds_every_kind():
         assert {int(kinds[ord(c)]) for c in alphabet} == {0, 1, 2, 3}
 
 
-def test_what_a_pattern_does_not_match_is_kept():
+def test_unmatched_text_is_kept():
     assert split_words("ab12cd", r"[0-9]+") == ["ab", "12", "cd"]
     assert split_words("ab", r"x*") == ["a", "b"]  # as `tokenizers` has it
 
@@ -87,7 +87,7 @@ def test_a_catastrophic_pattern_is_stopped(monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", ["gpt5", "(", "", None, "[z-a]"])
-def test_a_pattern_that_is_none_is_refused(pattern):
+def test_an_invalid_pattern_is_refused(pattern):
     with pytest.raises(ValueError, match="pattern"):
         compile_pattern(pattern)
 

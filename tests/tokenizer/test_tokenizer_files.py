@@ -25,7 +25,7 @@ def good(pattern="qwen2"):
     return to_json(tokenizer)
 
 
-def test_bytes_as_characters_come_back():
+def test_byte_level_characters_round_trip():
     assert len(set(CHARACTER.values())) == 256
     assert from_characters(to_characters(bytes(range(256)))) == bytes(range(256))
     assert to_characters(b" a\n") == "ĠaĊ"
@@ -148,7 +148,7 @@ def test_a_normalized_added_token_beside_a_normalizer_is_refused():
         (b'{"type": "characters", "version": 1, "characters": ["ab"], "special_tokens": []}', "1"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_refused(tmp_path, content, message):
+def test_files_that_are_not_tokenizers_are_refused(tmp_path, content, message):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -261,7 +261,7 @@ def test_mutated_files_of_the_other_kinds_give_one_clear_line(tmp_path, name):
     assert not any("\n" in line for line in refused)
 
 
-def test_paths_that_hold_no_tokenizer_are_refused(tmp_path):
+def test_paths_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such tokenizer"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(ValueError, match="found none of them"):

@@ -240,7 +240,7 @@ def test_an_unnamed_pattern_gives_hugging_faces_ids(tmp_path_factory, text):
     assert theirs.encode(text).ids == ours.encode(text)
 
 
-def test_our_kinds_are_those_of_the_other_libraries():
+def test_character_classes_equal_those_of_other_libraries():
     # Where the tables of Unicode differ by version, only characters unknown to Python do.
     kinds = kinds_of_characters()
     split = {

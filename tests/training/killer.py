@@ -4,7 +4,7 @@
 
 Each life of a run is a forked child (torch is imported once) that resumes and trains; this process
 sends it SIGKILL after a random time, then checks every checkpoint on disk. When a run has reached
-its end, its log and its last checkpoint must equal those of a run that nobody killed. Runs follow
+its end, its log and its last checkpoint must equal those of an uninterrupted run. Runs follow
 each other until there have been enough kills. The last line printed is a JSON summary.
 """
 

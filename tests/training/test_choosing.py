@@ -37,7 +37,7 @@ def test_a_size_that_the_vocabulary_alone_exceeds_is_refused():
 
 @pytest.mark.parametrize("machine", [LAPTOP, GPU])
 @pytest.mark.parametrize("tokens", [200, 20_000, 300_000, 10_000_000, 10_000_000_000])
-def test_what_is_chosen_can_be_trained_in_the_machine_s_time(machine, tokens):
+def test_chosen_defaults_fit_the_time_budget(machine, tokens):
     vocab = choose_vocab_size(4 * tokens, machine)
     model = choose_model(tokens, vocab, machine)
     settings = choose_settings(model, tokens, machine)
@@ -52,7 +52,7 @@ def test_what_is_chosen_can_be_trained_in_the_machine_s_time(machine, tokens):
     assert count_parameters(more).unique >= count_parameters(model).unique * 0.99
 
 
-def test_a_batch_too_large_for_the_memory_is_taken_in_pieces():
+def test_a_batch_too_large_for_memory_is_split_into_micro_batches():
     model = preset("gpt2-xl")
     small = replace(GPU, memory_bytes=80 * 2**30)
     settings = fit_in_memory(model, TrainConfig(batch_size=64), small)
@@ -70,7 +70,7 @@ def test_every_ablation_changes_the_model_and_none_twice():
         assert changed != base
         assert is_ablated(changed, name)
         assert not is_ablated(base, name)
-        with pytest.raises(ValueError, match=r"(changes nothing|takes a SwiGLU apart)"):
+        with pytest.raises(ValueError, match=r"(changes nothing|needs a SwiGLU feed-forward)"):
             ablate(changed, name)
     counts = [count_parameters(model).unique for model in (base, ablate(base, "silu"))]
     assert counts[0] == counts[1]
@@ -80,12 +80,12 @@ def test_every_ablation_changes_the_model_and_none_twice():
     ("text", "count"),
     [("10M", 10_000_000), ("1.5B", 1_500_000_000), ("300k", 300_000), ("5_000", 5_000), ("7", 7)],
 )
-def test_counts_are_read_as_people_write_them(text, count):
+def test_counts_with_suffixes_are_parsed(text, count):
     assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "M", "ten", "-3M", "0", "inf", "nan", "1e999"])
-def test_what_is_no_count_is_refused(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(ValueError, match="expected a count such as 10M"):
         parse_count(text)
 
@@ -124,12 +124,12 @@ def test_overrides_become_nested_values():
         ({"document_mask": 1}, "document_mask must be true or false"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(change, message):
+def test_invalid_settings_are_refused(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         TrainConfig(**change)
 
 
-def test_a_plan_survives_its_file(tmp_path):
+def test_a_plan_round_trips_through_its_file(tmp_path):
     model = preset("qwen3-0.6b")
     data = DataFiles(tmp_path / "data/train.bin", tmp_path.parent / "val.bin")
     plan = Plan(model, TrainConfig(lr=0.1 + 0.2).resolved("cpu"), data)

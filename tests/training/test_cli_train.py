@@ -13,7 +13,7 @@ import torch
 
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
-from scratchlm.cli.threads import SPINS, wait_briefly
+from scratchlm.cli.threads import SPIN_COUNT, limit_openmp_spinning
 from scratchlm.cli.train import choose_device
 from scratchlm.ops import native
 from scratchlm.training import read_metrics
@@ -154,7 +154,7 @@ def test_presets_sizes_configs_and_overrides(cli, tmp_path):
     assert (model.num_heads, model.d_model, model.vocab_size) == (12, 24, 12)
 
 
-def test_a_config_may_say_everything(cli, tmp_path):
+def test_a_config_file_may_set_everything(cli, tmp_path):
     data = write_data(tmp_path / "data")
     wanted = tmp_path / "all.toml"
     wanted.write_text(
@@ -193,18 +193,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_run(cli, tmp_path, name):
+def test_user_errors_are_one_line_and_leave_no_run(cli, tmp_path, name):
     arguments, message = WRONG[name]
-    places = {
+    paths = {
         "DATA": write_data(tmp_path / "data"),
         "TEXT": tmp_path / "TEXT",
         "EMPTY": tmp_path / "EMPTY",
         "BINARY": tmp_path / "BINARY",
     }
-    places["TEXT"].write_text("some words " * 100)
-    places["EMPTY"].write_bytes(b"")
-    places["BINARY"].write_bytes(bytes(range(256)))
-    code, _, err = cli("train", *(places.get(a, a) for a in arguments), "--out", tmp_path / "run")
+    paths["TEXT"].write_text("some words " * 100)
+    paths["EMPTY"].write_bytes(b"")
+    paths["BINARY"].write_bytes(bytes(range(256)))
+    code, _, err = cli("train", *(paths.get(a, a) for a in arguments), "--out", tmp_path / "run")
     assert code == 2
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
@@ -238,22 +238,22 @@ def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (["train.lr=-1"], "lr must be"),
         (["train.speed=9"], "unknown config key: train.speed"),
         (["train.steps=5", "train.warmup_steps=6"], "warmup_steps must not exceed steps"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, said):
+def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, message):
     code, _, err = cli("train", text, "--out", tmp_path / "run", *SMALL, *wrong)
     assert code != 0
-    assert said in err
+    assert message in err
     assert "vocabulary" not in err
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_setting_that_fits_what_will_be_chosen_is_not_refused_before(cli, tmp_path, text):
+def test_a_setting_valid_with_later_defaults_is_not_refused_early(cli, tmp_path, text):
     given = ("train.warmup_steps=1", "train.micro_batch_size=1", "train.min_lr=1e-5")
     run = tmp_path / "run"
     code, _, err = cli("train", text, "--out", run, "--vocab-size", 280, *SMALL, *given)
@@ -277,7 +277,7 @@ def test_ids_outside_the_vocabulary_and_changed_files_are_refused_at_the_start(c
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_goes_on_only_as_it_was_begun(cli, tmp_path):
+def test_resume_refuses_a_changed_config(cli, tmp_path):
     data = write_data(tmp_path / "data")
     run = tmp_path / "run"
     begin = ("train", data, "--out", run, "--steps", 4, *SMALL, "train.lr=0.004")
@@ -340,7 +340,7 @@ def test_tensorboard_gets_what_metrics_gets(cli, tmp_path):
     assert {"train/lr", "train/grad_norm", "held-out/val_loss"} <= set(log.Tags()["scalars"])
 
 
-def test_tensorboard_shows_a_step_once_however_often_it_was_made(cli, tmp_path):
+def test_tensorboard_shows_a_repeated_step_once(cli, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -370,22 +370,22 @@ def test_without_its_package_tensorboard_is_refused_before_any_work(cli, tmp_pat
 @pytest.mark.parametrize(
     ("chosen", "found"),
     [
-        ({}, {"GOMP_SPINCOUNT": SPINS}),
+        ({}, {"GOMP_SPINCOUNT": SPIN_COUNT}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )
-def test_threads_wait_briefly_unless_the_user_says_otherwise(chosen, found, monkeypatch):
+def test_openmp_spinning_is_limited_unless_the_user_set_it(chosen, found, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(chosen))
-    wait_briefly()
+    limit_openmp_spinning()
     assert os.environ == found
 
 
-def test_torch_is_not_imported_before_the_threads_are_asked_to_sleep():
-    """OpenMP reads the wish once: a command that imports torch first would make it in vain."""
+def test_openmp_spinning_is_limited_before_torch_is_imported():
+    """OpenMP reads the variable when torch is imported: setting it later has no effect."""
     code = (
-        "import sys; import scratchlm.cli; from scratchlm.cli.threads import wait_briefly; "
-        "wait_briefly(); print('torch' in sys.modules)"
+        "import sys; import scratchlm.cli; from scratchlm.cli import threads; "
+        "threads.limit_openmp_spinning(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -23,7 +23,7 @@ def shown(terminal, width=160, **clock):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_loss_rate_speed_mfu_memory_and_what_is_left_are_shown(terminal):
+def test_loss_lr_throughput_mfu_memory_and_time_left_are_shown(terminal):
     text = shown(terminal, mfu=0.42, mfu_convention="full")
     for fact in ("loss 1.2500", "lr 3.00e-04", "2,048 tok/s", "MFU 42.0% (full)", "3.00 GiB"):
         assert fact in text
@@ -41,7 +41,7 @@ def test_a_narrow_terminal_keeps_the_loss():
     assert "GiB" not in text
 
 
-def test_plain_lines_come_now_and_then_and_evaluations_always():
+def test_plain_lines_are_rate_limited_and_evaluations_are_not():
     file = io.StringIO()
     console = Console(file=file, force_terminal=False, width=200)
     training = TrainingConsole(1_000, 1024, console=console)

@@ -1,4 +1,4 @@
-"""AdamW's kernel moves what the class written out moves, in the interpreter or on a GPU."""
+"""KernelAdamW matches our plain AdamW, in Triton's interpreter or on a GPU."""
 
 import copy
 
@@ -8,20 +8,20 @@ from torch import nn
 
 from accelerate.gpu import compiled_lines
 from scratchlm.accelerate.kernels.triton import adamw as kernel
+from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.training import AdamW, TrainConfig, make_optimizers, take_step
 from scratchlm.training.kernel_adamw import KernelAdamW
 from scratchlm.training.optimizers import clip_grad_norm
 from scratchlm.training.session import deterministic_kernels
-from scratchlm.training.twins import Twins
 from tiny_models import FAMILIES, build, ids
 from training.test_step import make_batch
 from training.tiny import assert_same_state, make_learner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = kernel.Tiling(block=64, rounds=2, warps=1)  # chunks of 128
+SMALL = kernel.Tiling(block=64, blocks_per_program=2, warps=1)  # chunks of 128
 CHUNK = 128
 SIZES = [(1,), (), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (3, CHUNK), (7, 61), (63,), (65,), (2, 0)]
-# A GPU rounds a product and a sum at once, which moves the last bits of what nearly cancels.
+# A GPU fuses multiply-add, which changes the last bits where terms nearly cancel.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6} if DEVICE == "cuda" else {"rtol": 2e-6, "atol": 2e-7}
 
 
@@ -48,7 +48,7 @@ def set_gradients(params, step):
         p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)
 
 
-def follow(params, optimizer, steps, **more):
+def take_steps(params, optimizer, steps, **more):
     for step in steps:
         set_gradients(params, step)
         optimizer.step(**more)
@@ -61,17 +61,17 @@ def assert_all_close(ours, theirs, **close):
 
 
 def pair():
-    """Return the same parameters under the kernel and under the class written out."""
+    """Yield the same parameters under KernelAdamW and under AdamW."""
     for kind in (KernelAdamW, AdamW):
         params = make_params()
         yield params, kind(groups_of(params))
 
 
 @pytest.mark.parametrize("scale", [None, 0.37])
-def test_it_equals_the_formula_for_tensors_of_any_size_and_groups_of_any_choice(scale):
+def test_matches_adamw_for_tensors_of_any_size_and_any_param_groups(scale):
     factor = None if scale is None else torch.tensor(scale, device=DEVICE)
     found = [
-        (follow(params, optimizer, range(6), scale=factor), optimizer, params)
+        (take_steps(params, optimizer, range(6), scale=factor), optimizer, params)
         for params, optimizer in pair()
     ]
     assert_all_close(found[0][0], found[1][0])
@@ -80,20 +80,20 @@ def test_it_equals_the_formula_for_tensors_of_any_size_and_groups_of_any_choice(
         assert_all_close(*states)
 
 
-def test_the_tiling_changes_nothing():
+def test_tiling_does_not_change_the_result():
     results = []
     for tiling in (SMALL, kernel.Tiling(), kernel.Tiling(32, 1, 1, "")):
         params = make_params()
         optimizer = KernelAdamW(groups_of(params))
         optimizer.tiling = tiling
-        results.append(follow(params, optimizer, range(3)))
+        results.append(take_steps(params, optimizer, range(3)))
     for other in results[1:]:
         assert_all_close(other, results[0], rtol=0, atol=0)
 
 
-def test_gradients_in_bfloat16_are_read_as_they_are():
+def test_bfloat16_gradients_are_read_directly():
     if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("in this torch a gradient has its parameter's type")
+        pytest.skip("this torch requires gradients to have the parameter's dtype")
     found = []
     for params, optimizer in pair():
         for step in range(4):
@@ -110,40 +110,42 @@ def test_gradients_in_bfloat16_are_read_as_they_are():
     assert_all_close(*found)
 
 
-def test_a_first_moment_in_bfloat16_is_kept_and_read_so():
+def test_first_moment_may_be_bfloat16():
     found = []
     for kind in (KernelAdamW, AdamW):
         params = make_params()
         optimizer = kind(groups_of(params), moment=torch.bfloat16)
-        moved = follow(params, optimizer, range(4))
+        params_after = take_steps(params, optimizer, range(4))
         moments = [optimizer.state[p]["exp_avg"] for p in params]
         assert {m.dtype for m in moments} == {torch.bfloat16}
-        found.append((moved, [m.float() for m in moments]))
-    # The interpreter cuts off where a GPU rounds: each step by up to a bit of m.
+        found.append((params_after, [m.float() for m in moments]))
+    # The interpreter truncates where a GPU rounds: up to one bit of m per step.
     assert_all_close(found[0][1], found[1][1], rtol=4 * 2**-8, atol=4 * 2**-8)
     assert_all_close(found[0][0], found[1][0], rtol=0, atol=0.02)
 
 
-def test_twins_are_written_with_what_they_are_of():
+def test_shadow_weights_are_written_with_their_parameters():
     model = build(FAMILIES["plain"], dtype=torch.float32).to(DEVICE)
-    optimizer, twins = KernelAdamW(model.parameters(), lr=0.1), Twins(model, low_gradients=True)
-    optimizer.write_twins(twins)
-    before = {p: low.clone() for p, low in twins.parts.items()}
+    optimizer = KernelAdamW(model.parameters(), lr=0.1)
+    shadow_weights = ShadowWeights(model, low_gradients=True)
+    optimizer.write_shadow_weights(shadow_weights)
+    before = {p: shadow.clone() for p, shadow in shadow_weights.parts.items()}
     for p in model.parameters():
         p.grad_dtype = None
-        p.grad = torch.randn_like(p, dtype=torch.bfloat16 if p in twins.parts else torch.float32)
+        dtype = torch.bfloat16 if p in shadow_weights.parts else torch.float32
+        p.grad = torch.randn_like(p, dtype=dtype)
     optimizer.step()
-    for p, low in twins.parts.items():
-        # A GPU rounds to the nearest; the interpreter cuts off, half a step further.
+    for p, shadow in shadow_weights.parts.items():
+        # A GPU rounds to nearest, the interpreter truncates.
         steps = {"rtol": 0 if p.is_cuda else 2**-7, "atol": 0}
-        torch.testing.assert_close(low, p.detach().to(torch.bfloat16), **steps)
-        assert not torch.equal(low, before[p])
-        low.zero_()
-    twins.refresh()  # does nothing: the optimizer has said that they are equal
-    assert not any(low.any() for low in twins.parts.values())
+        torch.testing.assert_close(shadow, p.detach().to(torch.bfloat16), **steps)
+        assert not torch.equal(shadow, before[p])
+        shadow.zero_()
+    shadow_weights.refresh()  # does nothing: the optimizer has marked them as equal
+    assert not any(shadow.any() for shadow in shadow_weights.parts.values())
 
 
-def test_the_scale_is_the_clipping():
+def test_scale_is_equivalent_to_clipping():
     clipped, scaled = (make_params() for _ in range(2))
     one, two = KernelAdamW(groups_of(clipped)), KernelAdamW(groups_of(scaled))
     set_gradients(clipped, 0)
@@ -158,7 +160,7 @@ def test_the_scale_is_the_clipping():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # ∞/∞ in the interpreter
-def test_a_gradient_that_is_not_a_number_shows_where_it_was_and_nowhere_else():
+def test_a_non_finite_gradient_affects_only_its_element():
     params = make_params()
     optimizer = KernelAdamW(groups_of(params))
     set_gradients(params, 0)
@@ -169,7 +171,7 @@ def test_a_gradient_that_is_not_a_number_shows_where_it_was_and_nowhere_else():
     assert bad == [[], [], [], [], [[CHUNK]], [[1, 2]], [], [], [], []]
 
 
-def test_missing_gradients_are_skipped_and_steps_are_counted_each_for_itself():
+def test_missing_gradients_are_skipped_and_steps_are_counted_per_parameter():
     found = []
     for params, optimizer in pair():
         for step in range(5):
@@ -184,8 +186,8 @@ def test_missing_gradients_are_skipped_and_steps_are_counted_each_for_itself():
     assert_all_close(*found)
 
 
-def test_gradients_may_lie_anyhow_and_tensors_anywhere():
-    """By columns, or off the addresses from which four numbers at once are loaded."""
+def test_strided_gradients_and_unaligned_parameters_match_adamw():
+    """A transposed gradient; parameters that are not aligned to 16 bytes."""
     found = []
     for kind in (KernelAdamW, AdamW):
         store = torch.linspace(-1, 1, 1000).to(DEVICE)
@@ -202,7 +204,7 @@ def test_gradients_may_lie_anyhow_and_tensors_anywhere():
     assert_all_close(*found)
 
 
-def test_sparse_gradients_and_other_parameters_are_refused():
+def test_sparse_gradients_and_unsupported_parameters_are_rejected():
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     optimizer = KernelAdamW([p])
     p.grad = torch.ones(3, device=DEVICE).to_sparse()
@@ -218,7 +220,7 @@ def test_sparse_gradients_and_other_parameters_are_refused():
         optimizer.step()
 
 
-def test_a_closure_is_called_with_gradients_on():
+def test_closure_is_called_with_gradients_enabled():
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     optimizer = KernelAdamW([p])
 
@@ -231,7 +233,7 @@ def test_a_closure_is_called_with_gradients_on():
     assert (p < 1).all()
 
 
-def test_autograd_notices_the_update():
+def test_update_increments_the_version_of_the_parameters():
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     optimizer = KernelAdamW([p])
     loss = p.square().sum()
@@ -241,75 +243,77 @@ def test_autograd_notices_the_update():
         loss.backward()
 
 
-# What lies elsewhere
+# Changed addresses
 
 
-def test_the_table_is_made_again_only_where_something_has_moved():
+def test_table_is_rebuilt_only_when_an_address_changes():
     params = make_params()
     optimizer = KernelAdamW(groups_of(params))
     set_gradients(params, 0)
     optimizer.step()
     tables = list(optimizer._tables)
-    lists = [table.gradient_list for table in tables]
+    lists = [table.device_grads for table in tables]
     optimizer.step()
     assert all(a is b for a, b in zip(optimizer._tables, tables, strict=True))
-    assert all(t.gradient_list is old for t, old in zip(tables, lists, strict=True))
-    params[0].grad = params[0].grad.clone()  # the old one lives on in nobody's hands
+    assert all(t.device_grads is old for t, old in zip(tables, lists, strict=True))
+    params[0].grad = params[0].grad.clone()  # at a new address
     optimizer.step()
     assert optimizer._tables[0] is tables[0]
-    assert tables[0].gradient_list is not lists[0]
-    assert tables[1].gradient_list is lists[1]
+    assert tables[0].device_grads is not lists[0]
+    assert tables[1].device_grads is lists[1]
     optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[1]]["exp_avg"].clone()
     optimizer.step()
     assert optimizer._tables[0] is tables[0]
     assert optimizer._tables[1] is not tables[1]
 
 
-def test_what_has_moved_is_followed():
-    """New gradients, state loaded, parameters given other storage: always the formula."""
+def test_changed_addresses_still_match_adamw():
+    """New gradients, a loaded state, parameters with new storage."""
     found = []
     for params, optimizer in pair():
-        follow(params, optimizer, range(2))
+        take_steps(params, optimizer, range(2))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        follow(params, optimizer, range(2, 4))
+        take_steps(params, optimizer, range(2, 4))
         with torch.no_grad():
             for p in params:
                 p.data = p.data.clone()
-        found.append(follow(params, optimizer, range(4, 6)))
+        found.append(take_steps(params, optimizer, range(4, 6)))
     assert_all_close(*found)
 
 
-# Exchange
+# State
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("first", ["torch", "kernel"])
-def test_a_run_may_change_between_torchs_and_the_kernel(first, fused):
-    def torchs(params):
+def test_state_is_interchangeable_with_torch(first, fused):
+    def torch_adamw(params):
         return torch.optim.AdamW(groups_of(params), fused=fused)
 
-    def ours(params):
+    def kernel_adamw(params):
         return KernelAdamW(groups_of(params))
 
-    kinds = (torchs, ours) if first == "torch" else (ours, torchs)
+    kinds = (torch_adamw, kernel_adamw)
+    if first == "kernel":
+        kinds = kinds[::-1]
     params = make_params()
     before, after = (kind(params) for kind in kinds)
-    follow(params, before, range(3))
+    take_steps(params, before, range(3))
     set_gradients(params, 3)
-    params[0].grad = None  # one that has taken a step less
+    params[0].grad = None  # it takes one step less
     before.step()
     table = copy.deepcopy(before.state_dict())
     table["param_groups"] = after.state_dict()["param_groups"]
     after.load_state_dict(table)
-    changed = follow(params, after, range(4, 7))
+    changed = take_steps(params, after, range(4, 7))
 
     params = make_params()
-    whole = torchs(params)
-    follow(params, whole, range(3))
+    whole = torch_adamw(params)
+    take_steps(params, whole, range(3))
     set_gradients(params, 3)
     params[0].grad = None
     whole.step()
-    assert_all_close(changed, follow(params, whole, range(4, 7)))
+    assert_all_close(changed, take_steps(params, whole, range(4, 7)))
     assert {key for values in after.state.values() for key in values} == {
         "step",
         "exp_avg",
@@ -317,10 +321,10 @@ def test_a_run_may_change_between_torchs_and_the_kernel(first, fused):
     }
 
 
-def test_a_state_dict_gives_every_parameter_a_count_of_its_own():
+def test_state_dict_has_a_step_tensor_per_parameter():
     params = make_params()
     optimizer = KernelAdamW(groups_of(params))
-    follow(params, optimizer, range(2))
+    take_steps(params, optimizer, range(2))
     steps = [values["step"] for values in optimizer.state_dict()["state"].values()]
     steps[0] += 1
     assert [step.item() for step in steps[1:]] == [2.0] * (len(SIZES) - 1)
@@ -328,7 +332,7 @@ def test_a_state_dict_gives_every_parameter_a_count_of_its_own():
 
 
 def learner_with(kind, settings):
-    """Make a learner whose parameters this kind of AdamW moves, in float32: it writes no twins."""
+    """Make a float32 learner, without shadow weights, that uses this class of AdamW."""
     learner = make_learner(settings, device=DEVICE)
     groups = [
         {key: group[key] for key in ("params", "weight_decay")}
@@ -338,7 +342,7 @@ def learner_with(kind, settings):
     return learner
 
 
-def test_a_resumed_learner_continues_bit_identically_and_counts_on():
+def test_resume_is_bit_identical():
     settings = TrainConfig(batch_size=6, clip=0.5, precision="fp32")
     whole, resumed = (learner_with(KernelAdamW, settings) for _ in range(2))
     with deterministic_kernels(True):
@@ -359,13 +363,13 @@ def resume_halfway(whole, resumed):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_a_step_clips_alike_whether_the_optimizer_multiplies_or_not(clip):
+def test_clipping_is_the_same_with_every_adamw(clip):
     settings = TrainConfig(batch_size=6, clip=clip, precision="fp32")
     found = []
     for kind in (torch.optim.AdamW, AdamW, KernelAdamW):
         learner = learner_with(kind, settings)
         norms = [take_step(learner, make_batch(seed=s), s, 1e-2).grad_norm for s in range(1, 4)]
-        assert min(norms) > 0.5  # so that there is something to clip
+        assert min(norms) > 0.5  # so that clipping has an effect
         found.append([torch.tensor(norms), *(p.detach() for p in learner.parameters.values())])
     for ours in found[1:]:
         assert_all_close(ours, found[0], rtol=1e-4, atol=1e-6)
@@ -374,8 +378,8 @@ def test_a_step_clips_alike_whether_the_optimizer_multiplies_or_not(clip):
 # Compilation
 
 
-def test_from_step_to_step_only_floats_and_addresses_change(monkeypatch):
-    """A whole number or a constant that changed would be compiled for."""
+def test_new_hyperparameters_do_not_recompile(monkeypatch):
+    """Triton compiles anew when an integer or a constexpr changes, not for floats."""
     seen = set()
 
     class Recorder:
@@ -388,20 +392,20 @@ def test_from_step_to_step_only_floats_and_addresses_change(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(kernel, "_adamw", Recorder())
+    monkeypatch.setattr(kernel, "_adamw_kernel", Recorder())
     params = make_params()
     optimizer = KernelAdamW([{"params": params}])
     for step in range(4):
         group = optimizer.param_groups[0]
-        group["lr"] = group["eps"] = [1, 1.0, 0, 0.5][step]  # whole ones too
+        group["lr"] = group["eps"] = [1, 1.0, 0, 0.5][step]  # integers too
         group["betas"] = [(0.9, 0.95), (0, 0.5), (0.5, 0), (0.0, 0.0)][step]
         set_gradients(params, step)
         optimizer.step()
     assert len(seen) == 1
 
 
-def test_it_compiles_for_a_hopper_gpu_with_wide_loads_and_no_shared_memory():
-    # 8 numbers a thread: of θ, g, m and v two loads each of four; in bfloat16 half as wide.
+def test_kernel_compiles_for_hopper_with_vectorized_loads_and_no_shared_memory():
+    # 8 elements per thread: two loads of four each for θ, g, m, v; half as wide in bfloat16.
     assert compiled_lines("compile_adamw.py")[:2] == ["fp32 8 0 6 0 0", "bf16 4 4 4 4 0"]
 
 
@@ -410,14 +414,14 @@ def test_it_compiles_for_a_hopper_gpu_with_wide_loads_and_no_shared_memory():
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_on_a_cpu_torchs_own_is_chosen():
+def test_torch_adamw_is_chosen_on_a_cpu():
     model = build(FAMILIES["plain"], dtype=torch.float32)
     assert type(make_optimizers(model)[0]) is torch.optim.AdamW
 
 
 @pytest.mark.cuda
 @needs_cuda
-def test_on_a_gpu_it_is_chosen_and_equals_torchs_fused_without_a_wait(monkeypatch):
+def test_kernel_adamw_is_chosen_on_a_gpu_and_matches_torch_without_synchronizing(monkeypatch):
     monkeypatch.setattr(KernelAdamW, "tiling", kernel.Tiling())
     model = build(FAMILIES["plain"], dtype=torch.float32).cuda()
     other = copy.deepcopy(model)
@@ -441,13 +445,13 @@ def test_on_a_gpu_it_is_chosen_and_equals_torchs_fused_without_a_wait(monkeypatc
             theirs[name].grad = p.grad * 0.5
         torch.cuda.synchronize()
         if step:
-            torch.cuda.set_sync_debug_mode("error")  # from here on, whatever waits raises
+            torch.cuda.set_sync_debug_mode("error")  # a synchronization raises
         try:
             optimizer.step(scale=scale)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         fused.step()
-        variants = sum(len(caches[0]) for caches in kernel._adamw.device_caches.values())
+        variants = sum(len(caches[0]) for caches in kernel._adamw_kernel.device_caches.values())
         assert compiled in (None, variants)
         compiled = variants
     for name, p in model.named_parameters():
@@ -456,7 +460,7 @@ def test_on_a_gpu_it_is_chosen_and_equals_torchs_fused_without_a_wait(monkeypatc
 
 @pytest.mark.cuda
 @needs_cuda
-def test_on_a_gpu_a_double_or_a_turned_parameter_goes_to_torchs():
+def test_float64_or_transposed_parameters_fall_back_to_torch_on_a_gpu():
     model = build(FAMILIES["plain"], dtype=torch.float64).cuda()
     assert type(make_optimizers(model)[0]) is torch.optim.AdamW
     model = nn.Linear(4, 4, device="cuda")

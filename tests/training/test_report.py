@@ -64,7 +64,7 @@ def test_one_step_and_no_evaluation_can_be_drawn(run):
     assert curves.smooth_loss() == curves.loss
 
 
-def test_smoothing_keeps_a_constant():
+def test_smoothing_leaves_a_constant_loss_unchanged():
     curves = Curves(list(range(500)), [2.5] * 500, [], [], [], [])
     assert curves.smooth_loss() == pytest.approx([2.5] * 500)
 
@@ -72,11 +72,11 @@ def test_smoothing_keeps_a_constant():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3.14, "3.1 s"), (245, "4:05 min"), (10_930, "3:02:10 h")]
 )
-def test_durations_are_said_as_people_do(seconds, text):
+def test_durations_are_formatted_in_seconds_minutes_and_hours(seconds, text):
     assert duration(seconds) == text
 
 
-def test_deterministic_kernels_are_asked_for_and_given_back(tmp_path):
+def test_deterministic_kernels_are_enabled_and_restored(tmp_path):
     import torch
 
     data = write_data(tmp_path / "data")

@@ -129,7 +129,7 @@ def test_early_stop_stops_and_stays_stopped(tmp_path, data):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_an_evaluation_broken_off_is_made_up_for(tmp_path, data):
+def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path, data):
     run_training(tmp_path / "whole", data)
     calls = 0
 
@@ -147,16 +147,16 @@ def test_an_evaluation_broken_off_is_made_up_for(tmp_path, data):
     assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
 
 
-def test_a_damaged_newest_checkpoint_gives_way_and_the_log_comes_out_the_same(tmp_path, data):
+def test_resume_falls_back_from_a_damaged_checkpoint_with_an_identical_log(tmp_path, data):
     run_training(tmp_path / "whole", data)
     interrupted(tmp_path / "parts", data, 30)
     newest = find_checkpoints(tmp_path / "parts")[-1]
     (newest / "training_state.safetensors").write_bytes(b"junk")
-    said = []
-    ended, _ = run_training(tmp_path / "parts", data, warn=said.append)
+    warnings = []
+    ended, _ = run_training(tmp_path / "parts", data, warn=warnings.append)
     assert ended == "finished"
-    assert len(said) == 1
-    assert "step-00000030/training_state.safetensors is damaged" in said[0]
+    assert len(warnings) == 1
+    assert "step-00000030/training_state.safetensors is damaged" in warnings[0]
     assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
     assert not list((tmp_path / "parts" / "checkpoints").glob(".*"))
 
@@ -172,7 +172,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path, data):
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 99, "lo', b"\x00\x00\x00", b'{"step": 31}', b"null\n"])
-def test_a_torn_last_line_is_dropped(tmp_path, data, tail):
+def test_a_truncated_last_log_line_is_dropped(tmp_path, data, tail):
     run_training(tmp_path / "whole", data)
     interrupted(tmp_path / "parts", data, 30)
     with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:
@@ -182,7 +182,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, data, tail):
     assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
 
 
-def test_a_second_trainer_is_turned_away(tmp_path, data):
+def test_a_second_trainer_on_the_same_run_is_refused(tmp_path, data):
     with (
         hold_run(tmp_path),
         pytest.raises(ScratchLMError, match=f"another trainer .process {os.getpid()}. is at work"),
@@ -239,7 +239,7 @@ def test_a_nan_leaves_the_last_checkpoint_whole_and_writes_no_line(tmp_path, dat
     assert log_of(tmp_path)[-1]["step"] == 16
 
 
-def test_a_learner_s_state_survives_the_disk_in_every_dtype(tmp_path, data):
+def test_training_state_round_trips_through_disk_in_every_dtype(tmp_path, data):
     _, learner = run_training(tmp_path, data, replace(SETTINGS, steps=3))
     manifest = verify_checkpoint(find_checkpoints(tmp_path)[-1])
     assert manifest["metadata"]["reached"]["step"] == 3

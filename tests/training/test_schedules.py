@@ -1,4 +1,4 @@
-"""Learning rates at the places that matter."""
+"""Learning rates at the steps that matter."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a Transformer costs before it is run: parameters, FLOPs, memory, time, money.
+"""Accounting of a Transformer before it is run: parameters, FLOPs, memory, time, cost.
 
 Arithmetic on a `ModelConfig`: nothing is allocated and nothing outside the standard library is
 needed. Every number is a line of a tree with its formula; `scratchlm.accounting.verify` (which

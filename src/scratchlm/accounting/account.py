@@ -1,4 +1,4 @@
-"""`account(config, …)`: everything at once, as dataclasses."""
+"""`account(config, …)`: parameters, FLOPs, memory, roofline and cost, as dataclasses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scratchlm.config import ModelConfig
 
 @dataclass(frozen=True)
 class Account:
-    """What a model costs."""
+    """The account of a model."""
 
     config: ModelConfig
     setup: Setup

@@ -1,6 +1,6 @@
 """What autograd keeps of a forward pass until the backward pass needs it, tensor by tensor.
 
-Derived from `ops/fast.py` as it runs on a GPU (and checked against it by a test that counts every
+Derived from `accelerate/` as it runs on a GPU (and checked against it by a test that counts every
 saved tensor): a matrix product keeps its input, RMSNorm its input as it is (a layer's second, which
 one kernel makes together with the sum before it, that sum), LayerNorm its input in float32 and its
 statistics, SwiGLU's gate both its inputs, fused attention Q, K, V, its output and a log-sum per
@@ -8,7 +8,7 @@ row. Under autocast every product keeps the cast copies of its input and of its 
 one input (Q, K, V; W1, W3) are one product: one copy of the input, and a joined copy of the weights
 in any precision.
 
-The fused loss (`ops/loss.py`) forms n_s rows of logits at a time, of V_p columns,
+The fused loss (`accelerate/lm_head_loss.py`) forms n_s rows of logits at a time, of V_p columns,
 
     V_p = V, or the next multiple of 128 where V is no multiple of 8
     n_s = min(B·S, 128·⌈B·S / (128·⌈B·S·V_p / 2²⁸⌉)⌉)       equal slices of whole tiles
@@ -96,7 +96,7 @@ def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> l
 
 def one_layer(config: ModelConfig, execution: Execution) -> Node:
     """Return what one layer keeps when nothing is dropped: what a recomputed layer holds."""
-    kept = Execution(execution.attention, turned=execution.turned)
+    kept = Execution(execution.attention, rope_epilogue=execution.rope_epilogue)
     whole = kept_layers(config, kept)[0]
     return group("one layer, recomputed", whole.parts, UNIT)
 
@@ -161,13 +161,13 @@ def _projected(config: ModelConfig, execution: Execution) -> list[Node]:
     """Return what is kept of Q, K and V as projected: one product, kept whole or not at all.
 
     Fused attention keeps V, a view of it, and so keeps it beside the Q and K that RoPE and norms
-    make of it, unless they were turned before the product was written; unfused attention copies V.
+    make of it, unless RoPE is the product's epilogue; unfused attention copies V.
     A norm keeps its input: with RoPE, in one kernel, the view; by itself, the view in float32 and a
     float32 copy of it in 16 bits.
     """
     rotary, normed = isinstance(config.positions, Rotary), config.attention.qk_norm
     fused, heads = execution.attention == "fused", H + H_kv
-    if fused and rotary and execution.turned and not normed:
+    if fused and rotary and execution.rope_epilogue and not normed:
         return []
     if rotary and (fused or normed):
         held = heads if fused else H + 2 * H_kv  # fused: V's part is counted with Q, K, V

@@ -1,4 +1,4 @@
-"""A formula, written once: it evaluates, prints itself, and travels as plain data.
+"""Symbolic formulas: evaluate, print, and serialise to plain data.
 
     S, d = Sym("S"), Sym("d")
     f = 8 * S * d**2
@@ -8,7 +8,7 @@
     f.data()                            ["*", 8, "S", ["^", "d", 2]]
 
 Whole numbers stay whole and exact at any size. `a / b` is whole where b divides a, a float
-otherwise. Whoever evaluates `data()` elsewhere (the page does, in the browser) needs eight
+otherwise. An interpreter of `data()` (the page has one, in the browser) needs eight
 operators: + − * / ^ min max ceildiv.
 """
 
@@ -214,7 +214,7 @@ def total(args: list[Expr]) -> Expr:
 
 
 def number_text(value: Number) -> str:
-    """Print a number as a reader wants it inside a formula: 1,600 or 0.5 or 9.89e14."""
+    """Format a number inside a formula: 1,600 or 0.5 or 9.89e14."""
     if isinstance(value, int):
         return f"{value:,}"
     if value == int(value) and abs(value) < 1e12:

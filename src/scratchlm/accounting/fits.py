@@ -1,6 +1,6 @@
 """Inverse questions: the largest batch, context or model that fits a memory.
 
-Memory grows with each of them, so the largest is found by doubling and halving.
+Memory grows monotonically with each of them, so the largest is found by bisection.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from scratchlm.accounting.parameters import count_parameters
 from scratchlm.accounting.setup import Setup
 from scratchlm.config import ModelConfig
 
-_MOST = 2**27
+_MAX_SIZE = 2**27
 
 
 @dataclass(frozen=True)
 class Fits:
-    """What fits; 0 or None: not even the smallest does."""
+    """The largest sizes that fit; 0 or None: not even the smallest does."""
 
     memory: int
-    needed: int  # by what was asked about, as it is
+    needed: int  # by the model and setup as given
     batch: int  # the largest, at this context
     context: int  # the largest, at this batch
     model: ModelConfig | None  # the largest of this shape, at this batch and context
@@ -98,7 +98,7 @@ def scaled(config: ModelConfig, n: int, unit: int = 1) -> ModelConfig:
     )
 
 
-def largest_that(holds: Callable[[int], bool], most: int = _MOST) -> int:
+def largest_that(holds: Callable[[int], bool], most: int = _MAX_SIZE) -> int:
     """Return the largest n in [1, most] for which a monotone condition holds; 0 if none."""
     if not holds(1):
         return 0

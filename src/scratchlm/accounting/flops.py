@@ -36,7 +36,7 @@ class Execution:
     attention: str = "fused"  # or "unfused": scores are materialised
     loss: str = "fused"  # head and loss slice by slice; or "unfused": all logits are formed
     checkpointing: str = "none"
-    turned: bool = False  # Q and K turned inside their product, as on a Hopper GPU: no copies
+    rope_epilogue: bool = False  # RoPE as the QKV product's epilogue, as on Hopper: no copies
 
     def __post_init__(self) -> None:
         for name in ("attention", "loss"):
@@ -64,7 +64,7 @@ def flops_tree(
     fused = convention == "hardware" and execution.attention == "fused"
     asked = work(config, phase, causal=convention == "causal" or fused, packed=packed)
     if convention == "hardware" and phase not in ("forward", "training"):
-        asked = replace(asked, heads=work(config, phase, causal=True).heads)
+        asked = replace(asked, logit_rows=work(config, phase, causal=True).logit_rows)
     forward = _forward(config, asked)
     if phase != "training":
         return forward
@@ -76,7 +76,7 @@ def flops_tree(
 
 
 def _forward(config: ModelConfig, asked: Work) -> Node:
-    head = leaf("LM head", 2 * asked.heads * d * V)
+    head = leaf("LM head", 2 * asked.logit_rows * d * V)
     layer = [
         _projections(asked.rows),
         _attention(asked.pairs),

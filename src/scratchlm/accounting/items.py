@@ -46,7 +46,7 @@ class Node:
         return env
 
     def value(self, env: Env) -> Number:
-        """Evaluate without building items: what searches and sweeps call thousands of times."""
+        """Evaluate without building items: for searches and sweeps, which call it very often."""
         env = self.bind(env)
         if self.formula is None:
             return self.times.value(env) * sum(part.value(env) for part in self.parts)
@@ -121,7 +121,7 @@ class Item:
 
 
 def leaf(name: str, formula: Expr | Number, unit: str = "", note: str = "") -> Node:
-    """Make a line with a formula of its own."""
+    """Make a line with a formula."""
     return Node(name, lift(formula), unit=unit, note=note)
 
 
@@ -139,7 +139,7 @@ def group(
 
 
 def evaluate(node: Node, env: Env, whole: Number | None = None, unit: str = "") -> Item:
-    """Put the numbers in."""
+    """Evaluate a tree of formulas."""
     unit = node.unit or unit
     env = node.bind(env)
     value = node.value(env)

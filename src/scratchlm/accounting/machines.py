@@ -1,7 +1,7 @@
-"""Machines by name: arithmetic, memory, bandwidth, and roughly what an hour of one costs.
+"""Machines by name: peak FLOP/s, memory, bandwidth, and a rough price per hour.
 
-FLOP/s are the makers' dense figures (no sparsity), products accumulated in float32; memory is what
-is on the card. Prices are rounded on-demand figures for one GPU in mid-2025, a rough guide: give
+FLOP/s are the makers' dense figures (no sparsity), accumulation in float32; memory is what
+is on the card. Prices are rounded on-demand figures for one GPU in mid-2025, a rough guide: pass
 your own.
 """
 
@@ -37,7 +37,7 @@ class Machine:
         return self.fp32 if rate is None else rate
 
     def peak_name(self, precision: str) -> str:
-        """Name that figure: it stands beside every MFU."""
+        """Name the peak that an MFU refers to."""
         if precision == "fp32":
             unit = "fp32"
         else:
@@ -92,7 +92,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine(name: str) -> Machine:
-    """Return a machine by name; an unknown name is answered with the nearest known one."""
+    """Return a machine by name; for an unknown name, suggest the closest one."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     key = {"a100": "a100-80", "h100": "h100-sxm", "v100": "v100-32"}.get(key, key)
     if key in MACHINES:

@@ -1,4 +1,4 @@
-"""MFU that names its convention and its peak; days and dollars of a training run.
+"""MFU, with its convention and peak; time and cost of a training run.
 
 MFU     = FLOPs per token · tokens/s / (GPUs · F_peak)
 seconds = FLOPs per token · D / (MFU · F_peak · G)
@@ -80,7 +80,7 @@ class Training:
 
     @property
     def gpu_hours(self) -> float:
-        """What is paid for."""
+        """GPU-hours, over all GPUs."""
         return float(self.seconds.value) / 3_600 * self.gpus
 
     @property

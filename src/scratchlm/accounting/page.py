@@ -2,7 +2,7 @@
 
 The page holds no formula of its own: `page_formulas.py` writes the formulas of this package as
 data, a small interpreter in `page_formulas.js` evaluates them with whole numbers of any size, and
-`page.js` draws. It loads nothing, and its policy forbids it to.
+`page.js` draws. It loads nothing, and its Content-Security-Policy forbids it to.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _kinds(model: ModelConfig) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Allow these very scripts and inline style, and nothing from anywhere."""
+    """Return a Content-Security-Policy that allows these scripts and inline style only."""
     hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"

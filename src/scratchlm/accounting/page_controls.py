@@ -1,6 +1,6 @@
-"""What the page lets one change: sizes and choices, with their limits.
+"""The controls of the page: sizes and choices, with their limits.
 
-A control carries the name of a config field or of a command-line option. A size that nobody gave
+A control carries the name of a config field or of a command-line option. A size that is not given
 follows a formula (d_head = d_model / num_heads) until it is set.
 """
 
@@ -20,7 +20,7 @@ from scratchlm.accounting.work import PHASES
 from scratchlm.config import ModelConfig, MoE, default_d_ff
 from scratchlm.config.parts import SIZE_LIMITS
 
-_MOST = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
+_MAX_SIZE = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
 _GENERATION = ("generation", "generation-no-cache")
 
 
@@ -37,10 +37,10 @@ class Control:
     link_label: str = ""
     stops: tuple[int, ...] = ()  # where the slider snaps
     least: int = 1
-    most: int | None = _MOST
+    most: int | None = _MAX_SIZE
     choices: tuple[tuple[str, str], ...] = ()  # value, words
-    option: str = ""  # of the command line; "" for what is the model's own
-    plain: Any = None  # what the command line takes when the option is not given
+    option: str = ""  # of the command line; "" for fields of the model
+    plain: Any = None  # the default of that option
     when: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shown for these values only
     words: str = ""
 
@@ -92,7 +92,7 @@ def _with(stops: tuple[int, ...], value: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Money:
-    """What is assumed of a training run; None: suggested tokens, the machine's price."""
+    """Assumptions about a training run; None: suggested tokens, the machine's price."""
 
     tokens: int | None = None
     mfu: float = DEFAULT_MFU
@@ -107,7 +107,7 @@ def groups(
     machines: list[Machine],
     money: Money,
 ) -> dict[str, list[Control]]:
-    """Return all controls, in the order a person meets them."""
+    """Return all controls, in the order they are shown."""
     return {
         "The work": _work(config, setup, convention),
         "The model": _model(config),
@@ -245,7 +245,7 @@ def _model(config: ModelConfig) -> list[Control]:
 
 
 def _ff_link(config: ModelConfig) -> dict[str, Any]:
-    """d_ff follows the width as it stands to it in this model."""
+    """Keep the ratio of d_ff to d_model."""
     if config.d_ff == default_d_ff(config.d_model):
         return {"link": 64 * ceil_div(8 * d, 192), "link_label": "8/3 width, up to 64s"}
     ratio = config.d_ff / config.d_model
@@ -321,7 +321,7 @@ def _machines(setup: Setup, gpu: Machine, machines: list[Machine]) -> list[Contr
             PARALLEL,
             setup.parallel,
             "none",
-            words="several GPUs without a word on how are data-parallel (ddp)",
+            words="none: several GPUs are data-parallel (ddp)",
         ),
     ]
 

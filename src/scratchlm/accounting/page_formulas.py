@@ -1,4 +1,4 @@
-"""Every formula of an account as plain data: what the page evaluates in the browser.
+"""All formulas of an account as plain data, for the page to evaluate in the browser.
 
 A tree depends on what a model is made of and how a step is executed, never on sizes, so the page
 gets one tree for every choice it offers and binds the sizes itself. Formulas and nodes are stored
@@ -202,7 +202,7 @@ def _executions() -> Iterator[tuple[str, Execution]]:
 
 
 def _flops(kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Node]]:
-    """Only `hardware` asks how a step is executed."""
+    """Only `hardware` depends on how a step is executed."""
     for (kind, model), phase in itertools.product(kinds.items(), PHASES):
         for convention in CONVENTIONS:
             if convention != "hardware":
@@ -214,7 +214,7 @@ def _flops(kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Node]]:
 
 
 def _memory(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, dict[str, int]]:
-    """Return the moments of a training step; the optimizer's own state is a choice inside them."""
+    """Return the moments of a training step; the optimizer state is a choice inside them."""
     found = {}
     for kind, model in kinds.items():
         states = tuple(optimizer_state(model, optimizer) for optimizer in OPTIMIZERS)
@@ -222,34 +222,34 @@ def _memory(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, dict[st
         setup = Setup(optimizer=OPTIMIZERS[0])
         for how, execution in _executions():
             for accumulate, parallel in itertools.product((False, True), PARALLEL):
-                asked = replace(
+                workload = replace(
                     setup, execution=execution, accumulate=accumulate, parallel=parallel
                 )
-                moments = training_trees(model, asked)
+                moments = training_trees(model, workload)
                 key = f"{kind}/{how}/{'accumulate' if accumulate else 'once'}/{parallel}"
                 found[key] = {name: table.node(tree) for name, tree in moments.items()}
     return found
 
 
 def _roofline(table: Formulas, kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Any]]:
-    """Only a training step knows checkpointing and an optimizer."""
-    ways = itertools.product(kinds.items(), _STEPS, _FUSED, _FUSED)
-    for (kind, model), phase, attention, loss in ways:
+    """Only a training step depends on checkpointing and the optimizer."""
+    combinations = itertools.product(kinds.items(), _STEPS, _FUSED, _FUSED)
+    for (kind, model), phase, attention, loss in combinations:
         key = f"{kind}/{phase}/{attention}/{loss}"
         if phase != "training":
             yield key, _parts(table, model, Setup(phase, execution=Execution(attention, loss)))
             continue
         for policy, optimizer in itertools.product(CHECKPOINTING, OPTIMIZERS):
             execution = Execution(attention, loss, policy)
-            asked = Setup(phase, execution=execution, optimizer=optimizer)
-            yield f"{key}/{policy}/{optimizer}", _parts(table, model, asked)
+            workload = Setup(phase, execution=execution, optimizer=optimizer)
+            yield f"{key}/{policy}/{optimizer}", _parts(table, model, workload)
 
 
 def _parts(table: Formulas, model: ModelConfig, setup: Setup) -> dict[str, Any]:
-    parts, asked = roofline_parts(model, setup)
+    parts, workload = roofline_parts(model, setup)
     return {
-        "where": table.named(dict(asked.where)),
-        "rows": table.expr(asked.rows),
+        "where": table.named(dict(workload.where)),
+        "rows": table.expr(workload.rows),
         "parts": [
             [part.name, table.expr(part.flops), table.expr(part.bytes), table.expr(part.seconds)]
             for part in parts

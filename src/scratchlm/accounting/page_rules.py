@@ -1,7 +1,7 @@
-"""What the page refuses: sizes that must divide one another, or not exceed one another.
+"""Validation rules of the page: sizes that must divide, or not exceed, one another.
 
-`ModelConfig` and `memory` check the same when they are built; the page says, word for word, what
-they would say. A test compares them.
+`ModelConfig` and `memory` check the same when they are built; the page shows the
+same messages. A test compares them.
 """
 
 from __future__ import annotations

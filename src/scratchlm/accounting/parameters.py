@@ -1,4 +1,4 @@
-"""How many parameters a model has, matrix by matrix, under the names of its state dict.
+"""Parameter counts, matrix by matrix.
 
 attention   d·d_h·(2·H + 2·H_kv)
 SwiGLU      3·d·d_ff              MLP  2·d·d_ff              MoE  E·3·d·d_ff + E·d
@@ -8,6 +8,7 @@ ends        V·d (embedding) + V·d (LM head, unless tied)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from scratchlm.accounting.expr import Expr, Number
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
@@ -24,7 +25,7 @@ from scratchlm.accounting.symbols import (
     k,
     model_symbols,
 )
-from scratchlm.config import MLP, LayerNorm, Learned, ModelConfig, MoE, NoNorm
+from scratchlm.config import MLP, LayerNorm, Learned, ModelConfig, MoE, NoNorm, SwiGLU
 
 UNIT = "parameters"
 
@@ -34,12 +35,12 @@ class Parameters:
     """Counts of one model; `tree` holds every matrix."""
 
     tree: Item  # every parameter the optimizer sees: tied weights once
-    total: int  # with a tied LM head counted as a matrix of its own
+    total: int  # with a tied LM head counted separately
     unique: int  # tied weights once: what `numel()` sums to
     embedding: int  # token and position vectors
     non_embedding: int
     active: int  # what one token uses: with experts, the chosen ones only
-    matmul: int  # what one token is multiplied with: active, without vectors looked up or added
+    matmul: int  # of active: in matmuls, without embeddings, biases and norms
 
 
 def parameter_tree(config: ModelConfig) -> Node:
@@ -94,21 +95,22 @@ def _attention(config: ModelConfig) -> list[Node]:
 
 
 def _ffn(config: ModelConfig) -> list[Node]:
-    ffn = config.ffn
-    if isinstance(ffn, MoE):
-        return [
-            leaf("router", E * d),
-            leaf("experts W1", E * d * d_ff),
-            leaf("experts W3", E * d * d_ff),
-            leaf("experts W2", E * d_ff * d),
-        ]
-    parts = [leaf("W1", d * d_ff), leaf("W2", d_ff * d)]
-    if not isinstance(ffn, MLP):
-        parts.insert(1, leaf("W3", d * d_ff))
-    if ffn.bias:
-        wide = 1 if isinstance(ffn, MLP) else 2
-        parts.append(leaf("biases", wide * d_ff + d))
-    return parts
+    match config.ffn:
+        case MoE():
+            return [
+                leaf("router", E * d),
+                leaf("experts W1", E * d * d_ff),
+                leaf("experts W3", E * d * d_ff),
+                leaf("experts W2", E * d_ff * d),
+            ]
+        case SwiGLU(bias=bias):
+            parts = [leaf("W1", d * d_ff), leaf("W3", d * d_ff), leaf("W2", d_ff * d)]
+            return [*parts, leaf("biases", 2 * d_ff + d)] if bias else parts
+        case MLP(bias=bias):
+            parts = [leaf("W1", d * d_ff), leaf("W2", d_ff * d)]
+            return [*parts, leaf("biases", d_ff + d)] if bias else parts
+        case _:
+            assert_never(config.ffn)
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
@@ -130,12 +132,16 @@ def count_parameters(config: ModelConfig) -> Parameters:
 
 
 def matmul_parameters(config: ModelConfig) -> Node:
-    """Return the formulas of the weights a token is multiplied with, the LM head tied or not."""
-    matrices = 2 if isinstance(config.ffn, MLP) else 3
-    if isinstance(config.ffn, MoE):
-        ffn = [leaf("router", E * d), leaf("chosen experts", k * 3 * d * d_ff)]
-    else:
-        ffn = [leaf("feed-forward", matrices * d * d_ff)]
+    """Return the formulas of the weights used in matmuls per token, the LM head tied or not."""
+    match config.ffn:
+        case MoE():
+            ffn = [leaf("router", E * d), leaf("chosen experts", k * 3 * d * d_ff)]
+        case SwiGLU():
+            ffn = [leaf("feed-forward", 3 * d * d_ff)]
+        case MLP():
+            ffn = [leaf("feed-forward", 2 * d * d_ff)]
+        case _:
+            assert_never(config.ffn)
     layer = [leaf("attention", d * d_h * (2 * H + 2 * H_kv)), *ffn]
     return group("N_matmul", [group("layers", layer, times=L), leaf("LM head", V * d)], UNIT)
 

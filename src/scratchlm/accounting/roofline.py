@@ -3,14 +3,15 @@
     seconds = max(FLOPs / F_peak, bytes moved / M_bw)
 
 Each component reads its inputs and weights and writes its outputs once, in the matmuls' dtype;
-whichever takes longer, arithmetic or memory, bounds it. No launch overhead, no overlap between
-components, no imperfect kernel: a real run is slower, and the quotient of the two times is how far
-it is from the machine's limit.
+whichever takes longer, arithmetic or memory, bounds it. Launch overhead, overlap between
+components and imperfect kernels are ignored: a real run is slower, and the ratio of the two times
+is its distance from the machine's limit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from scratchlm.accounting.expr import Expr, Num, Number, ceil_div, largest, least
 from scratchlm.accounting.flops import Execution, flops_tree
@@ -42,7 +43,7 @@ from scratchlm.accounting.symbols import (
     k,
 )
 from scratchlm.accounting.work import Work, work
-from scratchlm.config import MLP, ModelConfig, MoE, NoNorm
+from scratchlm.config import MLP, ModelConfig, MoE, NoNorm, SwiGLU
 
 _ATTENTION = {"Q, K, V projections", "attention", "output projection"}
 _FFN = {"W1", "W1, W3", "W2", "router", "experts"}
@@ -65,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """A stretch of a generation: a phase, `count` times over, with lengths of its own."""
+    """A step of a generation: a phase, `count` times, with its lengths."""
 
     name: str
     count: Expr
@@ -118,28 +119,30 @@ class Roofline:
 def roofline_parts(config: ModelConfig, setup: Setup) -> tuple[list[Part], Work]:
     """Return every component's formulas in one phase."""
     phase, execution = setup.phase, setup.execution
-    asked = work(config, phase, causal=True, packed=bool(setup.documents))
-    parts = _parts(config, asked, execution, 3 if phase == "training" else 1)
+    workload = work(config, phase, causal=True, packed=bool(setup.documents))
+    parts = _parts(config, workload, execution, 3 if phase == "training" else 1)
     if phase in ("forward", "training"):
-        parts.append(_loss(asked, execution, phase == "training"))
+        parts.append(_loss(workload, execution, phase == "training"))
     if phase == "training":
         parts.append(_update(setup.optimizer))
         dropped = _RECOMPUTED.get(execution.checkpointing, set())
-        again = (part for part in _parts(config, asked, execution, 1) if part.name in dropped)
-        parts += [replace(part, name=f"{part.name}, again") for part in again]
-    return parts, asked
+        recomputed = (
+            part for part in _parts(config, workload, execution, 1) if part.name in dropped
+        )
+        parts += [replace(part, name=f"{part.name}, again") for part in recomputed]
+    return parts, workload
 
 
-def _parts(config: ModelConfig, asked: Work, execution: Execution, times: int) -> list[Part]:
+def _parts(config: ModelConfig, workload: Work, execution: Execution, times: int) -> list[Part]:
     """Return the components of a forward pass (`times` 1) or of a training step (3)."""
-    rows = asked.rows
+    rows = workload.rows
     return [
         _matmul("Q, K, V projections", rows, d, (H + 2 * H_kv) * d_h, L, times),
-        _attention(asked, execution, times),
+        _attention(workload, execution, times),
         _matmul("output projection", rows, H * d_h, d, L, times),
         *_ffn(config, rows, times),
         _elementwise(config, rows, times),
-        _matmul("LM head", asked.heads, d, V, Num(1), times),
+        _matmul("LM head", workload.logit_rows, d, V, Num(1), times),
     ]
 
 
@@ -148,47 +151,52 @@ def _matmul(name: str, rows: Expr, d_in: Expr, d_out: Expr, layers: Expr, times:
     return Part(name, 2 * times * layers * rows * d_in * d_out, times * moved)
 
 
-def _attention(asked: Work, execution: Execution, times: int) -> Part:
+def _attention(workload: Work, execution: Execution, times: int) -> Part:
     """Fused attention touches Q, K, V and its output only; unfused also the table of scores."""
-    decoding = asked.phase == "decode"
-    rows, pairs = asked.rows, asked.pairs
+    decoding = workload.phase == "decode"
+    rows, pairs = workload.rows, workload.pairs
     keys = pairs if decoding else rows  # decoding reads the cache
     moved = b_a * L * (2 * H * d_h * rows + 2 * H_kv * d_h * keys)
-    products = 2 * times
+    matmuls = 2 * times
     if execution.attention == "unfused" and not decoding:
-        # written as scores, read and written by the softmax, read by the second product
+        # scores written, read and written by the softmax, read by the second matmul
         moved = moved + 16 * L * pairs * H
     elif times == 3:
-        products = 7  # the fused backward computes QKᵀ once more
-    return Part("attention", 2 * products * L * pairs * H * d_h, times * moved)
+        matmuls = 7  # the fused backward computes QKᵀ once more
+    return Part("attention", 2 * matmuls * L * pairs * H * d_h, times * moved)
 
 
 def _ffn(config: ModelConfig, rows: Expr, times: int) -> list[Part]:
-    if isinstance(config.ffn, MoE):
-        visits = k * rows
-        touched = least(E, visits)  # whose weights must be read: at most one per visit
-        moved = b_a * L * (touched * 3 * d * d_ff + visits * (3 * d + 3 * d_ff))
-        experts = Part("experts", 6 * times * L * visits * d * d_ff, times * moved)
-        return [_matmul("router", rows, d, E, L, times), experts]
-    wide = 1 if isinstance(config.ffn, MLP) else 2
-    return [
-        _matmul("W1" if wide == 1 else "W1, W3", rows, d, wide * d_ff, L, times),
-        _matmul("W2", rows, d_ff, d, L, times),
-    ]
+    down = _matmul("W2", rows, d_ff, d, L, times)
+    match config.ffn:
+        case MoE():
+            visits = k * rows
+            touched = least(E, visits)  # experts whose weights are read: at most one per visit
+            moved = b_a * L * (touched * 3 * d * d_ff + visits * (3 * d + 3 * d_ff))
+            experts = Part("experts", 6 * times * L * visits * d * d_ff, times * moved)
+            return [_matmul("router", rows, d, E, L, times), experts]
+        case SwiGLU():
+            return [_matmul("W1, W3", rows, d, 2 * d_ff, L, times), down]
+        case MLP():
+            return [_matmul("W1", rows, d, d_ff, L, times), down]
+        case _:
+            assert_never(config.ffn)
 
 
 def _elementwise(config: ModelConfig, rows: Expr, times: int) -> Part:
-    """Norms, residual sums, RoPE and the activation: no matmul, all traffic."""
+    """Norms, residual sums, RoPE and the activation: memory traffic only."""
     norms = 0 if isinstance(config.norm, NoNorm) else 2
     width = k * d_ff if isinstance(config.ffn, MoE) else d_ff
-    stream = (norms * (b_r + b_a) + 2 * (2 * b_r + b_a)) * d
-    inside = b_a * (2 * (H + H_kv) * d_h + 3 * width)
-    return Part("norms, residuals, activations", Num(0), times * L * rows * (stream + inside))
+    residual = (norms * (b_r + b_a) + 2 * (2 * b_r + b_a)) * d
+    activations = b_a * (2 * (H + H_kv) * d_h + 3 * width)
+    return Part(
+        "norms, residuals, activations", Num(0), times * L * rows * (residual + activations)
+    )
 
 
-def _loss(asked: Work, execution: Execution, gradient: bool) -> Part:
-    """A fused loss reads a slice as the head computes it, and writes its gradient over it."""
-    logits = asked.heads * V
+def _loss(workload: Work, execution: Execution, gradient: bool) -> Part:
+    """A fused loss reads each slice of logits, and overwrites it with dlogits."""
+    logits = workload.logit_rows * V
     if execution.loss == "fused":
         return Part("loss", Num(0), (2 if gradient else 1) * b_a * logits)
     return Part("loss", Num(0), 4 * (8 if gradient else 4) * logits)  # float32, read or written
@@ -207,10 +215,10 @@ def roofline(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
     env = bindings(config, setup)
     env |= {name: formula.value(env) for name, formula in derived(config).items()}
     env |= {"F_peak": machine.peak(setup.precision), "M_bw": machine.bandwidth}
-    parts, asked = roofline_parts(config, setup)
-    env = dict(Node("work", where=asked.where).bind(env))
+    parts, workload = roofline_parts(config, setup)
+    env = dict(Node("work", where=workload.where).bind(env))
     bounds = [_bound(part, env) for part in parts]
-    return _summed(config, setup, machine, bounds, float(asked.rows.value(env)))
+    return _summed(config, setup, machine, bounds, float(workload.rows.value(env)))
 
 
 def _bound(part: Part, env: dict[str, Number]) -> Bound:
@@ -227,17 +235,17 @@ def _bound(part: Part, env: dict[str, Number]) -> Bound:
 
 
 def _generation(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
-    """Time a generation as its steps: the weights are read anew in each of them.
+    """Time a generation as its steps: the weights are read in each of them.
 
-    All steps are timed at their mean length; what is proportional to it comes out exactly.
+    All steps are timed at their mean length, which is exact for costs proportional to it.
     """
     env = bindings(config, setup)
     fields = {"C": "cache", "P": "prompt"}
     steps = []
     for step in GENERATION_STEPS[setup.phase]:
         lengths = {fields[name]: int(length.value(env)) for name, length in step.lengths}
-        there = replace(setup, phase=step.phase, **lengths)  # type: ignore[arg-type]
-        steps.append((step.name, int(step.count.value(env)), there))
+        step_setup = replace(setup, phase=step.phase, **lengths)  # type: ignore[arg-type]
+        steps.append((step.name, int(step.count.value(env)), step_setup))
     bounds = [
         replace(
             part,

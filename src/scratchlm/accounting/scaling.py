@@ -1,4 +1,4 @@
-"""What changes when a model grows: several models side by side, and sweeps along one size."""
+"""Comparisons of several models, and sweeps over one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.config import ModelConfig, MoE
 
 SWEEPS = ("context_length", "batch", "d_model", "num_layers", "d_ff", "vocab_size", "num_experts")
-_MOST_STEPS = 200
+_MAX_STEPS = 200
 # components whose share of the FLOPs is shown, in the order of a forward pass
 COMPONENTS = ("projections", "attention", "feed-forward", "LM head")
 
@@ -45,7 +45,7 @@ def summarize(
     convention: str = "full",
     machine: Machine | None = None,
 ) -> Summary:
-    """Put a model's main figures in a row."""
+    """Collect a model's main figures."""
     counts = count_parameters(config)
     tree = flops_tree(config, setup.phase, convention, setup.execution, bool(setup.documents))
     item = evaluate(tree, bindings(config, setup))
@@ -156,6 +156,6 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     points = [first]
     while (following := points[-1] + step if step else 2 * points[-1]) <= last:
         points.append(following)
-        if len(points) > _MOST_STEPS:
-            raise ValueError(f"a sweep must have at most {_MOST_STEPS} steps; got {values!r}")
+        if len(points) > _MAX_STEPS:
+            raise ValueError(f"a sweep must have at most {_MAX_STEPS} steps; got {values!r}")
     return field, points

@@ -9,19 +9,19 @@ why the reference path is compared, whose every product is a plain matmul.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from scratchlm.accelerate import hopper
 from scratchlm.accounting.expr import Number
 from scratchlm.accounting.flops import flops_tree
 from scratchlm.accounting.items import Item, evaluate
@@ -29,10 +29,9 @@ from scratchlm.accounting.machines import Machine
 from scratchlm.accounting.memory import memory
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.accounting.setup import Setup, bindings
-from scratchlm.config import ModelConfig, MoE, Rotary
-from scratchlm.model import TransformerBlock, TransformerLM
-from scratchlm.ops import OPS, Ops, Routed
-from scratchlm.ops.reference import route, silu, swiglu
+from scratchlm.config import ModelConfig
+from scratchlm.model import ForwardContext, TransformerBlock, TransformerLM
+from scratchlm.ops import OPS, Ops
 
 CANNOT_SEE = {
     "fused attention on a CPU": "its operator has no formula in the counter: QKᵀ and AV count 0",
@@ -98,32 +97,29 @@ def verify_flops(config: ModelConfig, setup: Setup) -> list[Check]:
     batch, seq = int(env["B"]), int(env["S"])
     config = config if seq <= config.context_length else config.replace(context_length=seq)
     with torch.device("meta"):
-        forward = FlopCounterMode(display=False)
-        projections = dict.fromkeys(("Q projection", "K projection", "V projection"), 0)
-        model = TransformerLM(config, ops=_countable(config, forward, projections))
+        model = TransformerLM(config, ops=_countable())
         ids = torch.zeros(batch, seq, dtype=torch.long)
-    with forward:
+    with FlopCounterMode(display=False) as forward:
         loss = model.loss(ids, ids)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     ours = evaluate(flops_tree(config, "training", "full"), env)
     return [
-        *_by_component(ours.children[0], forward, projections, config),
+        *_by_component(ours.children[0], forward, config),
         Check("forward", ours.children[0].value, forward.get_total_flops(), "FLOP"),
         Check("backward", ours.children[1].value, backward.get_total_flops(), "FLOP"),
     ]
 
 
-def _by_component(
-    ours: Item, counter: FlopCounterMode, projections: dict[str, int], config: ModelConfig
-) -> list[Check]:
+def _by_component(ours: Item, counter: FlopCounterMode, config: ModelConfig) -> list[Check]:
     """Split the counter's sums along the modules; what is left in `attn` is QKᵀ and AV."""
     sums = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
 
     def measured(suffix: str) -> int:
         return sum(n for name, n in sums.items() if name.endswith(suffix))
 
-    counted = {**projections, "output projection": measured("attn.output_proj")}
+    letters = {"Q": "q_proj", "K": "k_proj", "V": "v_proj", "output": "output_proj"}
+    counted = {f"{name} projection": measured(f"attn.{proj}") for name, proj in letters.items()}
     counted["attention"] = measured(".attn") - sum(counted.values())
     counted["feed-forward"] = measured(".ffn")
     layers = config.num_layers
@@ -132,56 +128,15 @@ def _by_component(
     return [*checks, Check("LM head", ours["LM head"].value, head, "FLOP")]
 
 
-def _countable(config: ModelConfig, counter: FlopCounterMode, projections: dict[str, int]) -> Ops:
-    """Return the reference ops, with Q, K and V (one op, no modules of their own) told apart.
+def _countable() -> Ops:
+    """Return the reference ops, with all experts given an even share: on `meta` nobody chooses."""
 
-    On `meta` no token chooses an expert, so all get an even share.
-    """
-    plain = OPS["reference"]
+    def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        groups = x.tensor_split(len(weight))
+        plain = OPS["reference"].linear
+        return torch.cat([plain(rows, matrix) for rows, matrix in zip(groups, weight, strict=True)])
 
-    def linears(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        maps = []
-        for name, weight, bias in zip(projections, weights, biases, strict=True):
-            before = counter.get_total_flops()
-            maps.append(plain.linear(x, weight, bias))
-            projections[name] += counter.get_total_flops() - before
-        return maps
-
-    moe = balanced_moe if isinstance(config.ffn, MoE) else plain.moe
-    return dataclasses.replace(plain, linears=linears, moe=moe)
-
-
-def balanced_moe(
-    x: Tensor,
-    router: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    experts_per_token: int,
-    renormalize: bool = True,
-) -> Routed:
-    """Do the reference's arithmetic with the load spread evenly, whatever the router says."""
-    tokens = x.reshape(-1, x.shape[-1])
-    probabilities, weights, experts = route(tokens, router, experts_per_token, renormalize)
-    visits = tokens.repeat(experts_per_token, 1)
-    if len(visits) % len(w1) == 0:  # even shares: one batched product for all experts
-        parts = visits.view(len(w1), -1, tokens.shape[-1])
-        hidden = silu(parts @ w1.transpose(1, 2)) * (parts @ w3.transpose(1, 2))
-        answers = [hidden @ w2.transpose(1, 2)]
-    else:
-        shares = visits.tensor_split(len(w1))
-        answers = [swiglu(part, *w) for part, *w in zip(shares, w1, w2, w3, strict=True)]
-    answer = torch.cat(answers).view(experts_per_token, *tokens.shape)
-    output = (answer * weights.T[..., None]).sum(dim=0)
-    return Routed(output.view_as(x), probabilities, experts)
-
-
-def all_logits_at_once(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
-    """Do what the fused loss avoids: form all logits, then the loss from them."""
-    logits = OPS["fast"].linear(hidden, weight)
-    return OPS["fast"].cross_entropy(logits, targets, **how)
+    return OPS["reference"].replace(grouped_linear=grouped_linear)
 
 
 def verify_memory(config: ModelConfig, setup: Setup) -> Check:
@@ -191,30 +146,39 @@ def verify_memory(config: ModelConfig, setup: Setup) -> Check:
 
 
 def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
-    """Return the setup as this machine's GPU executes it: `ops/hopper.py` has the conditions."""
-    env, attention = bindings(config, setup), config.attention
-    plain = isinstance(config.positions, Rotary) and not attention.qk_norm
-    low = setup.precision in ("bf16", "bf16-mixed")
-    whole = config.d_head == 64 and config.d_model % 64 == 0 and int(env["S"]) % 128 == 0
-    turned = plain and attention.bias == "none" and low and whole and _has_hopper()
-    return dataclasses.replace(setup, execution=dataclasses.replace(setup.execution, turned=turned))
+    """Return the setup as this machine's GPU executes it: the table of fusions says how."""
+    from scratchlm.accelerate import accelerate
+    from scratchlm.accelerate.attention import QKV_ROPE
 
-
-def _has_hopper() -> bool:
-    return torch.cuda.is_available() and hopper.is_hopper(torch.cuda.current_device())
+    env, low = bindings(config, setup), torch.bfloat16
+    batch, seq, device = int(env["B"]), int(env["S"]), _device()
+    dtype = low if setup.precision == "bf16" else None
+    model = TransformerLM(config.replace(num_layers=1), device="meta", dtype=dtype)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),  # tensors of that device, without memory
+        torch.autocast(device, low, enabled=setup.precision == "bf16-mixed"),
+    ):
+        attention = accelerate(model.to_empty(device=device)).layers[0].get_submodule("attn")
+        x = torch.empty(batch, seq, config.d_model, device=device, dtype=dtype)
+        fused = QKV_ROPE.runs(attention, x, ForwardContext(positions=range(seq)))
+    execution = dataclasses.replace(setup.execution, rope_epilogue=fused)
+    return dataclasses.replace(setup, execution=execution)
 
 
 def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int:
     """Run two training steps and return the most bytes that were allocated at once."""
+    from scratchlm.accelerate import accelerate
+
+    gc.collect()  # a tied model and its head hold each other: nothing else frees earlier ones
     env = bindings(config, setup)
     low = torch.bfloat16 if setup.precision == "bf16" else None
-    ops = OPS["fast"]
+    ops, without = OPS["fast"], []
     if setup.execution.attention == "unfused":
-        ops = dataclasses.replace(ops, attention=OPS["reference"].attention)
+        ops = ops.replace(attention=OPS["reference"].attention)
     if setup.execution.loss == "unfused":
-        ops = dataclasses.replace(ops, linear_cross_entropy=all_logits_at_once)
+        without = ["chunked_lm_head_loss"]
     with torch.device(device):
-        model = TransformerLM(config, ops=ops, dtype=low)
+        model = accelerate(TransformerLM(config, ops=ops, dtype=low), without)
         ids = torch.zeros(int(env["B"]), int(env["S"]), dtype=torch.long)
     parts = {"block": "", "attention": "attn", "ffn": "ffn"}
     recomputed = [parts[p] for p in parts if p == setup.execution.checkpointing]
@@ -232,9 +196,13 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     return torch.cuda.max_memory_allocated()
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure_machine() -> Machine:
     """Measure this machine: its matmul rate in float32 and bfloat16, and its copy bandwidth."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     if device == "cuda":
         memory_bytes = torch.cuda.mem_get_info()[1]
         name = torch.cuda.get_device_name()

@@ -1,13 +1,13 @@
-"""What is asked of a model: how many tokens pass through its matrices, and who attends to whom.
+"""The workload of a phase: tokens through the matrices, and query-key pairs of attention.
 
 Every phase is three formulas; the FLOPs of any model follow from them:
 
-    rows    tokens that pass through every layer's matrices
-    heads   tokens that pass through the LM head
-    pairs   query-key products, per layer and head
+    rows         tokens that pass through every layer's matrices
+    logit_rows   tokens that pass through the LM head
+    pairs        query-key products, per layer and head
 
-`full` counts what the written-out forward computes: every query with every key, logits everywhere.
-`causal` counts only what must be done: keys a query may see, logits that are used.
+`full` counts a naive forward pass: every query with every key, logits at every position.
+`causal` counts only what is needed: keys a query may attend to, logits that are used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PHASES = ("forward", "training", "prefill", "decode", "generation", "generation-
 
 @dataclass(frozen=True)
 class Work:
-    """A phase as formulas; `where` defines those symbols of them that need a formula themselves."""
+    """The formulas of a phase; `where` defines their derived symbols."""
 
     phase: str
     rows: Expr
-    heads: Expr
+    logit_rows: Expr
     pairs: Expr
     where: tuple[tuple[str, Expr], ...] = ()
 
@@ -38,7 +38,7 @@ def triangle(n: Expr) -> Expr:
     return n * (n + 1) / 2
 
 
-def seen(n: Expr, window: bool) -> Expr:
+def causal_pairs(n: Expr, window: bool) -> Expr:
     """Return the query-key pairs of a causal sequence of n, under the window if there is one."""
     if not window:
         return triangle(n)
@@ -47,18 +47,18 @@ def seen(n: Expr, window: bool) -> Expr:
 
 
 def work(config: ModelConfig, phase: str, causal: bool, packed: bool = False) -> Work:
-    """Return a phase's formulas; `causal` counts only what must be done."""
+    """Return a phase's formulas; `causal` counts only what is needed."""
     window = config.attention.sliding_window is not None
     if phase in ("forward", "training"):  # B sequences of S tokens
         if not causal:
             return Work(phase, B * S, B * S, B * S**2)
-        if packed:  # A is bound by whoever knows the documents' lengths
+        if packed:  # A is bound by the caller, from the documents' lengths
             return Work(phase, B * S, B * S, B * A)
-        return _with_pairs(phase, B * S, B * S, seen(S, window), window)
+        return _with_pairs(phase, B * S, B * S, causal_pairs(S, window), window)
     if phase == "prefill":  # B prompts of P tokens into an empty cache
         if not causal:
             return Work(phase, B * P, B * P, B * P**2)
-        return _with_pairs(phase, B * P, B, seen(P, window), window)
+        return _with_pairs(phase, B * P, B, causal_pairs(P, window), window)
     if phase == "decode":  # one token for each of B sequences, C tokens cached
         keys = least(C + 1, W) if window and causal else C + 1
         return Work(phase, B, B, B * keys)
@@ -69,21 +69,21 @@ def work(config: ModelConfig, phase: str, causal: bool, packed: bool = False) ->
     raise ValueError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
 
 
-def _with_pairs(phase: str, rows: Expr, heads: Expr, pairs: Expr, long: bool) -> Work:
+def _with_pairs(phase: str, rows: Expr, logit_rows: Expr, pairs: Expr, long: bool) -> Work:
     """Write the pairs out where that is short, else define A."""
     if not long:
-        return Work(phase, rows, heads, B * pairs)
-    return Work(phase, rows, heads, B * A, (("A", pairs),))
+        return Work(phase, rows, logit_rows, B * pairs)
+    return Work(phase, rows, logit_rows, B * A, (("A", pairs),))
 
 
 def _generation(causal: bool, window: bool) -> Work:
     """T tokens after P: a prefill, which gives the first, and T − 1 decode steps."""
     window = window and causal
-    pairs = seen(M, window)
+    pairs = causal_pairs(M, window)
     if not causal:
         pairs = P**2 + pairs - triangle(P)  # the prompt S×S, then a row of keys per step
-    heads = B * T if causal else B * M
-    return Work("generation", B * M, heads, B * A, (("M", P + T - 1), ("A", pairs)))
+    logit_rows = B * T if causal else B * M
+    return Work("generation", B * M, logit_rows, B * A, (("M", P + T - 1), ("A", pairs)))
 
 
 def _generation_without_cache(causal: bool, window: bool) -> Work:
@@ -91,13 +91,13 @@ def _generation_without_cache(causal: bool, window: bool) -> Work:
     window = window and causal
     last = Sym("n")
     if causal:
-        pairs = _summed(last, window) - _summed(P - 1, window)
+        pairs = _summed_pairs(last, window) - _summed_pairs(P - 1, window)
     else:
         pairs = _squares(last) - _squares(P - 1)
     rows = triangle(last) - triangle(P - 1)
-    heads = B * T if causal else B * M
+    logit_rows = B * T if causal else B * M
     where = (("n", P + T - 1), ("M", rows), ("A", pairs))
-    return Work("generation-no-cache", B * M, heads, B * A, where)
+    return Work("generation-no-cache", B * M, logit_rows, B * A, where)
 
 
 def _squares(n: Expr) -> Expr:
@@ -105,8 +105,8 @@ def _squares(n: Expr) -> Expr:
     return n * (n + 1) * (2 * n + 1) / 6
 
 
-def _summed(n: Expr, window: bool) -> Expr:
-    """Return seen(1) + seen(2) + … + seen(n)."""
+def _summed_pairs(n: Expr, window: bool) -> Expr:
+    """Return causal_pairs(1) + causal_pairs(2) + … + causal_pairs(n)."""
     if not window:
         return n * (n + 1) * (n + 2) / 6
     w = least(n, W)

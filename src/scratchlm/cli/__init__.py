@@ -17,13 +17,14 @@ from scratchlm.cli import (
     config,
     demo,
     evaluate,
+    explain,
     generate,
     interop,
     prepare,
     tokenizer,
     train,
 )
-from scratchlm.errors import ScratchLMError
+from scratchlm.cli.errors import fold, is_for_the_user, one_line
 
 app = typer.Typer(
     name="scratchlm",
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 
 config.register(app)
+explain.register(app)
 tokenizer.register(app)
 prepare.register(app)
 train.register(app)
@@ -74,19 +76,22 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; what a user can cause is one line on stderr and exit status 2."""
+    """Run the command line.
+
+    What a user can cause is one line on stderr and exit status 2; a bug shows its traceback.
+    """
     try:
         status = app(prog_name="scratchlm", standalone_mode=False)
     except _UsageError as error:
         _explain(error)
         raise SystemExit(2) from None
-    except (ScratchLMError, ValueError, TypeError, OSError) as error:
-        if _show_traceback:
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(130) from None
+    except Exception as error:
+        if _show_traceback or not is_for_the_user(error):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(130) from None
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
@@ -97,19 +102,6 @@ def _explain(error: Any) -> None:
         return
     command = error.ctx.command_path if error.ctx else "scratchlm"
     print(
-        f"error: {one_line_of(error.format_message()).rstrip('.')}; see {command} --help",
+        f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help",
         file=sys.stderr,
     )
-
-
-def one_line(error: BaseException) -> str:
-    """Say an error on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        what = f"{error.filename}: " if error.filename else ""
-        return f"{what}{error.strerror}"
-    return one_line_of(str(error))
-
-
-def one_line_of(text: str) -> str:
-    """Fold white space, so that a text fits on one line."""
-    return " ".join(text.split())

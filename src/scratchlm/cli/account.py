@@ -1,4 +1,4 @@
-"""`scratchlm account`: what a model costs before it is run, every number with its formula."""
+"""`scratchlm account`: parameters, FLOPs, memory, time and cost of a model, with formulas."""
 
 from __future__ import annotations
 
@@ -86,12 +86,11 @@ def account(
         Path | None, typer.Option(help="Write a page with sliders to this file (.html).")
     ] = None,
 ) -> None:
-    """Say what a model costs before it is run: parameters, FLOPs, memory, time and money."""
+    """Account for a model before it is run: parameters, FLOPs, memory, time and money."""
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
     from scratchlm.cli.account_models import find_model, parse_count, parse_lengths
 
-    asked = [name for name, wanted in (("--json", json), ("--csv", csv)) if wanted]
-    if len(asked) > 1:
+    if json and csv:
         raise ValueError("--json and --csv exclude each other")
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
@@ -136,7 +135,7 @@ def account(
 
 
 def _parallel(parallel: str, gpus: int) -> str:
-    """Several GPUs without a word on how are data-parallel."""
+    """Default to data parallelism for several GPUs."""
     return "ddp" if parallel == "none" and gpus > 1 else parallel
 
 
@@ -151,7 +150,7 @@ def _machine(name: str) -> Machine:
 
 
 def _console() -> Console:
-    """Return a console; where nobody looks, wide enough for every column."""
+    """Return a console; if not a terminal, wide enough for every column."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -210,7 +209,7 @@ def _write_page(
 
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"a page must end in .html; got {path}")
-    # what the tables would refuse, the page must not open with
+    # validate: the page must not open with settings that the tables refuse
     accounting.account(config, setup, machine=machine, convention=convention, **money)
     page = account_page(name, config, setup, machine=machine, convention=convention, **money)
     path.write_text(page, encoding="utf-8")
@@ -263,10 +262,10 @@ def _fits(name: str, config: ModelConfig, setup: Setup, memory: str, output: str
     from scratchlm.cli.account_models import parse_bytes
     from scratchlm.config import to_dict
 
-    wanted = parse_bytes(memory)
+    budget = parse_bytes(memory)
     answers = {
-        "training": accounting.fits(config, setup, wanted),
-        "serving": accounting.fits(config, setup, wanted, serving=True),
+        "training": accounting.fits(config, setup, budget),
+        "serving": accounting.fits(config, setup, budget, serving=True),
     }
     if output == "json":
         table = {

@@ -1,4 +1,4 @@
-"""What `scratchlm account` is asked about: a model by name or by file, and sizes in words."""
+"""Arguments of `scratchlm account`: a model by name or file, sizes with units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An account for other programs: JSON, CSV, and a plot."""
+"""An account as JSON, CSV or a plot."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def account_csv(result: Account) -> str:
     return out.getvalue()
 
 
-def _write_items(writer: Any, section: str, item: Item, above: str) -> None:
-    path = f"{above}/{item.name}" if above else item.name
+def _write_items(writer: Any, section: str, item: Item, parent: str) -> None:
+    path = f"{parent}/{item.name}" if parent else item.name
     row = (section, path, item.symbols, item.numbers, item.value, item.unit, item.share, item.times)
     writer.writerow(row)
     for child in item.children:
@@ -103,7 +103,7 @@ def plot_account(name: str, result: Account, convention: str, path: Path) -> Non
     flops = result.flops[convention]
     shares = component_shares(flops) or {c.name: c.share for c in flops.children}
     bars = {
-        "parameters": {c.name: c.share for c in _opened(result.parameters.tree)},
+        "parameters": {c.name: c.share for c in _with_layers_expanded(result.parameters.tree)},
         f"FLOPs of {result.setup.phase} ({convention})": shares,
         "training memory": {c.name: c.share for c in result.memory.training.children},
     }
@@ -120,15 +120,15 @@ def plot_account(name: str, result: Account, convention: str, path: Path) -> Non
     _save(figure, path)
 
 
-def _opened(tree: Item) -> list[Item]:
+def _with_layers_expanded(tree: Item) -> list[Item]:
     """Replace the layers by their parts, so that a bar shows what is in them."""
-    opened = []
+    expanded = []
     for child in tree.children:
         if child.name != "layers":
-            opened.append(child)
+            expanded.append(child)
             continue
-        opened += [dataclasses.replace(c, share=c.share * child.share) for c in child.children]
-    return opened
+        expanded += [dataclasses.replace(c, share=c.share * child.share) for c in child.children]
+    return expanded
 
 
 def _stacked_bar(axis: Any, name: str, shares: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""How an account looks in a terminal: a header, and one table for each question."""
+"""An account in the terminal: a header, and one table per question."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDE = 110  # columns from which the formula is also shown with the numbers in
 
 
 def human(value: float, unit: str = "") -> str:
-    """Print a number so that its size is seen: 4.51 T, 8.51 GB, 23.4 GiB, 3.2 ms."""
+    """Format a number with a unit prefix: 4.51 T, 8.51 GB, 23.4 GiB, 3.2 ms."""
     if unit == "bytes":
         return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
     if unit == "s":
@@ -94,7 +94,7 @@ def _table(title: str | None, *columns: tuple[str, str], header: bool = True) ->
 
 
 def print_header(console: Console, name: str, config: ModelConfig) -> None:
-    """Say which model this is."""
+    """Print the model's name and sizes."""
     kinds = (config.ffn, config.norm, config.positions)
     heads = f"{config.num_heads} heads of {config.d_head}"
     if config.num_kv_heads != config.num_heads:
@@ -147,7 +147,7 @@ def print_tree(
 
 
 def print_parameters(console: Console, counts: Parameters) -> None:
-    """Print every matrix, then the counts people quote."""
+    """Print every matrix, then the usual totals."""
     print_tree(console, "Parameters", counts.tree, "parameters", note=True)
     rows = (
         ("total", counts.total, "a tied LM head counted as its own matrix"),
@@ -193,7 +193,7 @@ def _where(result: Account) -> str:
 
 
 def print_training_memory(console: Console, result: Account) -> None:
-    """Print the training peak, and the other moments that could have been it."""
+    """Print the training peak, and the other moments that were compared."""
     setup = result.setup
     how = f"{setup.precision}, {setup.optimizer}, checkpointing {setup.execution.checkpointing}"
     how += f", {setup.parallel} on {setup.gpus}" if setup.parallel != "none" else ""

@@ -1,4 +1,4 @@
-"""`scratchlm presets` and `scratchlm config`: the models we know by name, and what they are."""
+"""`scratchlm presets` and `scratchlm config`: list the presets, print a model's config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scratchlm evaluate` and `scratchlm compare`: how good models are, and which run went better."""
+"""`scratchlm evaluate` and `scratchlm compare`: evaluate a model, compare runs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a model on held-out text: loss, perplexity, bits per byte."""
@@ -43,6 +44,7 @@ def evaluate(
     loaded = load_model(
         model,
         device=choose_device(device),
+        accelerate=accelerate,
         warn=lambda text: print(f"warning: {text}", file=sys.stderr),
     )
     context = context_length or min(loaded.config.context_length, 1024)

@@ -1,4 +1,4 @@
-"""`scratchlm generate`, `chat` and `next`: what a model says, in the terminal."""
+"""`scratchlm generate`, `chat` and `next`: generation in the terminal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a Hugging Face directory.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Accelerate = Annotated[bool, typer.Option(help="Use fused layers and whole-step decoders.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or stored: as on disk.")]
 Temperature = Annotated[float, typer.Option(help="Flattens (>1) or sharpens (<1); 0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
@@ -25,8 +26,8 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make u
 MinP = Annotated[float, typer.Option(help="Keep tokens at least this likely, against the best.")]
 Typical = Annotated[float, typer.Option(help="Keep the most typical tokens, up to this mass.")]
 Repetition = Annotated[float, typer.Option(help="Divide the logits of tokens already there.")]
-Presence = Annotated[float, typer.Option(help="Lower tokens already said, once.")]
-Frequency = Annotated[float, typer.Option(help="Lower tokens already said, for each time.")]
+Presence = Annotated[float, typer.Option(help="Lower tokens already generated, once.")]
+Frequency = Annotated[float, typer.Option(help="Lower tokens already generated, for each time.")]
 Bias = Annotated[list[str] | None, typer.Option(metavar="ID=VALUE", help="Add to a logit.")]
 MaxNew = Annotated[int | None, typer.Option(help="Default: until the context is full.")]
 Seed = Annotated[int | None, typer.Option(help="Sample i draws with seed + i. Default: fresh.")]
@@ -69,6 +70,7 @@ def generate(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Continue a text. An empty prompt begins a new document."""
     from scratchlm.inference import beam_search, stream
@@ -87,7 +89,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -109,6 +111,7 @@ def generate(
         num_logprobs=logprobs,
         past_context=past_context,  # type: ignore[arg-type]
         use_cache=cache,
+        accelerate=loaded.accelerate,
         **common,
     )
     if num_samples == 1 and not as_json:
@@ -124,6 +127,7 @@ def next_(
     temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Show the likeliest next tokens, with their probabilities."""
     from rich.console import Console
@@ -133,7 +137,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -169,6 +173,7 @@ def chat(
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
+    accelerate: Accelerate = True,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves."""
     from scratchlm.inference import Message, chat_format
@@ -180,9 +185,9 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
-    said: list[Message] = [] if system is None else [Message("system", system)]
+    messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
         import readline  # noqa: F401 (input() gets a line one can edit, and a history)
 
@@ -191,15 +196,15 @@ def chat(
         if not line.strip():
             continue
         try:
-            said = _answer(
-                loaded, chosen, [*said, Message("user", line)], sampling, max_new_tokens, seed
+            messages = _answer(
+                loaded, chosen, [*messages, Message("user", line)], sampling, max_new_tokens, seed
             )
-        except ValueError as error:  # a message that does not fit: said, and the talk goes on
+        except ValueError as error:  # a message that does not fit: report it and continue
             typer.echo(f"error: {error}", err=True)
 
 
 def _next_line() -> str | None:
-    """Read what the user says; None at Ctrl-D."""
+    """Read the user's next line; None at Ctrl-D."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "")
@@ -219,16 +224,16 @@ def _answer(
     max_new_tokens: int | None,
     seed: int | None,
 ) -> list[Message]:
-    """Let the model answer, printing as it comes; return the conversation with the answer."""
+    """Stream the model's answer; return the conversation with the answer."""
     from scratchlm.inference import Message, stream, what_fits
 
     tokenizer, context = loaded.need_tokenizer(), loaded.config.context_length
-    # Without a limit of its own an answer is to have at least a quarter of the context.
+    # Without --max-new-tokens an answer gets at least a quarter of the context.
     reserve = max_new_tokens or max(context // 4, 1)
     kept = what_fits(chat, messages, tokenizer, context - reserve)
     if len(kept) < len(messages):
         typer.echo("(the oldest turns no longer fit the context and are forgotten)", err=True)
-    spoken: list[str] = []
+    pieces: list[str] = []
     try:
         for piece in stream(
             loaded.model,
@@ -239,15 +244,16 @@ def _answer(
             stop=chat.stop,
             eos_ids={*loaded.eos_ids, *chat.end_ids(tokenizer)},
             seed=None if seed is None else seed + len(messages),
+            accelerate=loaded.accelerate,
         ):
-            spoken.append(piece.text)
+            pieces.append(piece.text)
             _write(piece.text)
             if piece.finish_reason == "length":
                 typer.echo(" […]", nl=False)
     except KeyboardInterrupt:
         typer.echo(" [stopped]", nl=False)
     typer.echo()
-    return [*kept, Message("assistant", "".join(spoken))]
+    return [*kept, Message("assistant", "".join(pieces))]
 
 
 # Printing
@@ -256,7 +262,7 @@ def _answer(
 def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
     terminal = sys.stdout.isatty()
     if terminal:
-        typer.secho(_harmless(prompt), dim=True, nl=False)
+        typer.secho(_escape_control(prompt), dim=True, nl=False)
     count, begin = 0, time.perf_counter()
     for piece in pieces:
         count += 1
@@ -268,7 +274,7 @@ def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
 
 
 def _print_when_done(prompt: str, pieces: Iterable[Piece], as_json: bool) -> None:
-    """Print samples whole, each as soon as it and those before it have ended."""
+    """Print complete samples in order, each as soon as it and those before it are finished."""
     from scratchlm.inference import Generation
 
     growing: dict[int, Generation] = {}
@@ -288,24 +294,24 @@ def _print_whole(index: int, prompt: str, text: str, record: dict[str, Any], as_
     if index:
         typer.echo("---")
     if sys.stdout.isatty():
-        typer.secho(_harmless(prompt), dim=True, nl=False)
-        text = _harmless(text)
+        typer.secho(_escape_control(prompt), dim=True, nl=False)
+        text = _escape_control(text)
     typer.echo(text)
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(_harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(_escape_control(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-def _harmless(text: str) -> str:
-    """Show control characters as pictures: a text must not steer the terminal."""
+def _escape_control(text: str) -> str:
+    """Replace control characters by their pictures: output must not control the terminal."""
     picture = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
     return text.translate({**picture, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})
 
 
 def _bar(share: float, width: int) -> str:
-    """Draw a share of `width` cells, to an eighth of a cell."""
+    """Draw a fraction of `width` cells, to an eighth of a cell."""
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
@@ -330,7 +336,7 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, device: str, dtype: str) -> Loaded:
+def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
     import torch
 
     from scratchlm.inference import load_model
@@ -349,4 +355,4 @@ def _load(model: str, device: str, dtype: str) -> Loaded:
     def warn(message: str) -> None:
         typer.echo(f"warning: {message}", err=True)
 
-    return load_model(model, device=device, dtype=kinds[dtype], warn=warn)
+    return load_model(model, device=device, dtype=kinds[dtype], accelerate=accelerate, warn=warn)

@@ -1,4 +1,4 @@
-"""`scratchlm import` and `scratchlm export`: Hugging Face checkpoints in and out."""
+"""`scratchlm import` and `scratchlm export`: convert from and to Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scratchlm.interop.keys import FAMILIES
 if TYPE_CHECKING:
     import torch
 
-_KNOWN = "Families:\n\n" + "\n\n".join(
-    f"- {model_type}: {family.words}" for model_type, family in FAMILIES.items()
+_FAMILY_HELP = "Families:\n\n" + "\n\n".join(
+    f"- {model_type}: {family.description}" for model_type, family in FAMILIES.items()
 )
 
 
 class _DType(StrEnum):
-    """What weights can be written as."""
+    """The dtypes weights can be written in."""
 
     float64 = "float64"
     float32 = "float32"
@@ -35,8 +35,8 @@ _DTypeOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("import", epilog=_KNOWN)(import_)
-    app.command("export", epilog=_KNOWN)(export)
+    app.command("import", epilog=_FAMILY_HELP)(import_)
+    app.command("export", epilog=_FAMILY_HELP)(export)
 
 
 def import_(
@@ -47,10 +47,10 @@ def import_(
         bool, typer.Option("--allow-nonfinite", help="Take NaN and infinite weights as they are.")
     ] = False,
 ) -> None:
-    """Bring a Hugging Face checkpoint in, tokenizer.json with it.
+    """Import a Hugging Face checkpoint, with its tokenizer.json.
 
-    Every tensor must be accounted for: what is unknown, missing, superfluous or misshapen is
-    refused by name. Pickled weights (.bin, .pt) are never opened.
+    Every tensor must be accounted for: unknown, missing and misshapen tensors are refused by
+    name. Pickled weights (.bin, .pt) are never opened.
     """
     from scratchlm.checkpoint import write_checkpoint
     from scratchlm.errors import ScratchLMError
@@ -84,9 +84,9 @@ def export(
         float, typer.Option("--max-shard-gb", help="Begin a new file after so many gigabytes.")
     ] = 5.0,
 ) -> None:
-    """Take a model of ours out to where transformers, and all that reads its files, finds it.
+    """Export a checkpoint in Hugging Face format, for transformers and compatible tools.
 
-    The family is the one that can say the model; if none can, the reason is named.
+    The family is the one that can represent the model; if none can, the reason is named.
     """
     from scratchlm.checkpoint import read_config, read_manifest, read_tensors
     from scratchlm.interop import to_hf_config, write_hf
@@ -108,11 +108,11 @@ def export(
         max_shard_bytes=max(1, int(max_shard_gb * 1e9)),
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_words(hf_dir)}")
+    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_note(hf_dir)}")
 
 
 def _find(path: Path) -> Path:
-    """Return the checkpoint a path names, checked: itself, or a run's newest whole one."""
+    """Return the verified checkpoint a path names: itself, or a run's newest valid one."""
     from scratchlm.checkpoint import is_checkpoint, newest_valid, verify_checkpoint
     from scratchlm.errors import ScratchLMError
 
@@ -125,8 +125,8 @@ def _find(path: Path) -> Path:
     return found
 
 
-def _tokenizer_words(directory: Path) -> str:
-    """Say what became of the tokenizer."""
+def _tokenizer_note(directory: Path) -> str:
+    """Describe whether the tokenizer was exported."""
     if (directory / "tokenizer_config.json").is_file():
         return "with its tokenizer"
     if (directory / "tokenizer.json").is_file():

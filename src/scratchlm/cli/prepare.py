@@ -64,7 +64,7 @@ def prepare(
 ) -> None:
     """Turn text into token files for training, in parallel.
 
-    Stopped at any point, the same command goes on where it was.
+    Stopped at any point, the same command resumes.
     """
     from rich.console import Console
 
@@ -112,7 +112,7 @@ class _Bars:
         self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> _Bars:
-        return self  # the bars start with the first report: an early error stands alone
+        return self  # the bars start with the first report, so that an early error is printed alone
 
     def __exit__(self, *_: object) -> None:
         self.bars.stop()

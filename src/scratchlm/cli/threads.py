@@ -1,19 +1,19 @@
-"""How the threads of a product wait for each other: a moment awake, then asleep."""
+"""OpenMP's idle threads: how long they spin before they sleep."""
 
 from __future__ import annotations
 
 import os
 
-SPINS = "50000"  # somewhat under a millisecond
+SPIN_COUNT = "50000"  # somewhat under a millisecond
 
 
-def wait_briefly() -> None:
-    """Ask OpenMP for threads that soon fall asleep, unless the user has asked otherwise.
+def limit_openmp_spinning() -> None:
+    """Make idle OpenMP threads sleep soon, unless the user has set OMP_WAIT_POLICY.
 
-    Left alone they spin for several milliseconds: beside two busy processes, on two cores, a
-    training step of a small model takes five times as long as on idle ones; so, 2.5 times. Asleep
-    at once, which a busy machine likes best, they double the step on an idle one. OpenMP reads the
-    variable once, when torch is first imported: call this before.
+    By default they spin for several milliseconds: beside two busy processes, on two cores, a
+    training step of a small model takes 5 times as long as on an idle machine; with this limit,
+    2.5 times. No spinning at all is best on a busy machine but doubles the step on an idle one.
+    OpenMP reads the variable once, when torch is first imported: call this before.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

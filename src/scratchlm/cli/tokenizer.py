@@ -1,4 +1,4 @@
-"""`scratchlm tokenizer train|encode|decode|show`: make a tokenizer, and look at what it does."""
+"""`scratchlm tokenizer train|encode|decode|show`: train and inspect a tokenizer."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def train(
             raise ValueError("--vocab-size is needed (or --char)")
         if pattern not in PATTERNS:
             raise ValueError(f"--pattern must be one of {', '.join(PATTERNS)}; got {pattern!r}")
-        seen: set[str] = set()
-        with _progress(seen) as progress:
+        stages: set[str] = set()
+        with _progress(stages) as progress:
             vocab, merges = train_bpe(files, vocab_size, special or [], pattern, progress=progress)
-        if not seen:
+        if not stages:
             raise ValueError(f"nothing to learn from: {', '.join(files)} is empty")
         tokenizer = Tokenizer(vocab, merges, special, pattern)
     path = tokenizer.save(out)
@@ -160,15 +160,15 @@ def show(
 
 
 def piece_text(piece: bytes) -> str:
-    """Write a token so that it can be seen: spaces as ·, line ends as ↵, stray bytes as <E2>."""
-    seen = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
+    """Format a token visibly: spaces as ·, line ends as ↵, stray bytes as <E2>."""
+    visible = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
     text = piece.decode("utf-8", errors="surrogateescape")
     shown = []
     for character in text:
         if "\udc80" <= character <= "\udcff":
             shown.append(f"<{ord(character) - 0xDC00:02X}>")
-        elif character in seen:
-            shown.append(seen[character])
+        elif character in visible:
+            shown.append(visible[character])
         elif character.isprintable():
             shown.append(character)
         else:
@@ -177,7 +177,7 @@ def piece_text(piece: bytes) -> str:
 
 
 def _rows(pieces: list[tuple[str, int]], width: int) -> Iterator[list[tuple[int, str, int]]]:
-    """Lay pieces out in rows: (index, text, id), a line end in the text ends the row."""
+    """Arrange pieces in rows: (index, text, id), a line end in the text ends the row."""
     row: list[tuple[int, str, int]] = []
     used = 0
     for index, (text, token) in enumerate(pieces):
@@ -198,17 +198,17 @@ def _print_row(console: Console, row: list[tuple[int, str, int]], special: set[i
     from rich.text import Text
 
     shades = ("black on bright_cyan", "black on bright_yellow")
-    above, below = Text(no_wrap=True), Text(no_wrap=True)
+    texts, ids = Text(no_wrap=True), Text(no_wrap=True)
     for index, text, token in row:
         style = "bold white on red" if token in special else shades[index % 2]
         gap = max(len(str(token)) - _cells(text), 0) + 1
-        above.append(text, style=style)
-        above.append(("" if gap == 1 else " " * (gap - 1)) + " ")
+        texts.append(text, style=style)
+        texts.append(("" if gap == 1 else " " * (gap - 1)) + " ")
         number = str(token)
-        below.append(number, style="dim")
-        below.append(" " * (max(_cells(text) - len(number), 0) + 1))
-    console.print(above, soft_wrap=True)
-    console.print(below, soft_wrap=True)
+        ids.append(number, style="dim")
+        ids.append(" " * (max(_cells(text) - len(number), 0) + 1))
+    console.print(texts, soft_wrap=True)
+    console.print(ids, soft_wrap=True)
 
 
 def _cells(text: str) -> int:
@@ -224,7 +224,7 @@ def _load(path: Path) -> Tokenizer | CharTokenizer:
 
 
 def _pieces(text: str | None, file: Path | None) -> Iterator[str]:
-    """Give the text a command was handed: an argument, a file, or standard input."""
+    """Yield the input text: an argument, a file, or standard input."""
     from scratchlm.tokenizer.training import read_text
 
     if text is not None and file is not None:
@@ -246,7 +246,7 @@ def _lines(file: Path | None) -> Iterator[str]:
 
 
 @contextmanager
-def _progress(seen: set[str]) -> Iterator[Progress]:
+def _progress(stages: set[str]) -> Iterator[Progress]:
     """Draw a bar on stderr for each stage of training, and note which stages had work."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -265,7 +265,7 @@ def _progress(seen: set[str]) -> Iterator[Progress]:
         tasks = {}
 
         def report(stage: str, done: int, total: int) -> None:
-            seen.add(stage)
+            stages.add(stage)
             if stage == "merge" and done % 64 and done != total:
                 return
             if stage not in tasks:

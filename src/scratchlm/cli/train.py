@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.threads import wait_briefly
+from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     import torch
 
-    from scratchlm.cli.training_setup import Wish
+    from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.training import Plan
     from scratchlm.training.choosing import Machine
     from scratchlm.training.loop import Sampler
@@ -70,6 +70,10 @@ def train(
     field: Annotated[str, typer.Option(help="The text's field in JSON Lines or Parquet.")] = "text",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
+    accelerate: Annotated[
+        bool | None,
+        typer.Option(help="Use fused layers and kernels.", show_default="where available"),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="What samples begin with.", show_default="end of text")
     ] = None,
@@ -85,8 +89,8 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    wait_briefly()
-    from scratchlm.cli.training_setup import Wish
+    limit_openmp_spinning()
+    from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.training.settings import parse_overrides
 
     words = data or []
@@ -94,7 +98,9 @@ def train(
     overrides = parse_overrides([*changes, *(set_ or [])])
     if steps is not None:
         overrides.setdefault("train", {})["steps"] = steps
-    wish = Wish(
+    if accelerate is not None:
+        overrides.setdefault("train", {})["accelerate"] = accelerate
+    args = TrainArgs(
         data=[word for word in words if word not in changes],
         out=out,
         preset=preset,
@@ -109,13 +115,13 @@ def train(
         text_field=field,
         overrides=overrides,
     )
-    status = _train(wish, resume, device, ops, prompt, tensorboard)
+    status = _train(args, resume, device, ops, prompt, tensorboard)
     if status:
         raise typer.Exit(status)
 
 
 def _train(
-    wish: Wish, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
+    args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
     from scratchlm.cli.training_setup import continue_plan, make_plan
@@ -125,18 +131,18 @@ def _train(
     if tensorboard:
         TensorBoard.require()
     where = choose_device(device)
-    begun = has_run(wish.out)
+    begun = has_run(args.out)
     if begun and not resume:
         raise ScratchLMError(
-            f"{wish.out} holds a run already: --resume goes on with it, another --out begins a "
+            f"{args.out} holds a run already: --resume goes on with it, another --out begins a "
             "new one"
         )
     machine = look_at_machine(where)
-    plan = (continue_plan if begun else make_plan)(wish, machine, _say)
+    plan = (continue_plan if begun else make_plan)(args, machine, _say)
     settings = plan.train.resolved(where.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     watchers: list[Watcher] = [console]
-    board = TensorBoard(wish.out / "tensorboard") if tensorboard else None
+    board = TensorBoard(args.out / "tensorboard") if tensorboard else None
     sample, bytes_per_id = _text_tools(plan, prompt)
     with watch_signals(console.stop_notice) as stop:
         with console, contextlib.ExitStack() as at_the_end:
@@ -144,12 +150,12 @@ def _train(
                 watchers.append(at_the_end.enter_context(contextlib.closing(board)))
 
             def begin(learner: Any, run: Any, _: object) -> None:
-                _announce(plan, learner, run.reached.step)
+                _announce(plan, learner, run.progress.step)
                 if board is not None:
-                    board.begin(run.reached.step)
+                    board.begin(run.progress.step)
 
             outcome = run_plan(
-                wish.out,
+                args.out,
                 plan,
                 resume=resume,
                 device=where,
@@ -163,16 +169,16 @@ def _train(
                 matmul_rate=machine.matmul_rate,
             )
         if outcome.ended == "interrupted":
-            step = outcome.reached.step
+            step = outcome.progress.step
             where_now = f"at step {step:,} and saved" if step else "before the first step"
-            _say(f"stopped {where_now}; `scratchlm train --resume --out {wish.out}` goes on")
+            _say(f"stopped {where_now}; `scratchlm train --resume --out {args.out}` goes on")
             return stop.exit_status
-    best = outcome.reached.best_loss
+    best = outcome.progress.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
-    _say(f"{outcome.ended} at step {outcome.reached.step:,}{held_out}")
-    if outcome.reached.best_step not in (None, outcome.reached.step):
-        _say(f"the best checkpoint is that of step {outcome.reached.best_step:,}")
-    typer.echo(write_report(wish.out))
+    _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
+    if outcome.progress.best_step not in (None, outcome.progress.step):
+        _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
+    typer.echo(write_report(args.out))
     return 0
 
 
@@ -219,7 +225,8 @@ def look_at_machine(device: torch.device) -> Machine:
 def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.accounting import count_parameters
     from scratchlm.ops import native
-    from scratchlm.ops.attention import TOKENS_FROM, attention
+    from scratchlm.ops.attention import TOKENS_FROM
+    from scratchlm.ops.fast import has_fast_attention
 
     model, settings = plan.model, learner.settings
     _say(
@@ -233,10 +240,11 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         + (f"; going on from step {step:,}" if step else "")
     )
     on_cpu = learner.device.type == "cpu" and settings.precision == "fp32"
-    if on_cpu and learner.model.ops.attention is attention and model.context_length >= TOKENS_FROM:
+    fast = has_fast_attention(learner.model.ops)
+    if on_cpu and fast and model.context_length >= TOKENS_FROM:
         reason = native.why_not()
         if reason is not None:
-            _say(f"attention: torch's, which is slower; ours was not to be had: {reason}")
+            _say(f"attention: torch's, which is slower; ours is not available: {reason}")
 
 
 def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.Tensor | None]:

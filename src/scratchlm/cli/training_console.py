@@ -1,4 +1,4 @@
-"""What a training run shows while it goes on: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a training run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainingConsole(Watcher):
         self.bar = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[figures]}"),
             console=self.console,
             transient=True,
             disable=not self.live,
@@ -44,7 +44,7 @@ class TrainingConsole(Watcher):
 
     @property
     def stop_notice(self) -> str:
-        """What to say when a signal asks for a stop; the bar may have hidden the cursor."""
+        """The message printed on a stop signal; the bar may have hidden the cursor."""
         show_cursor = "\x1b[?25h" if self.live else ""
         return f"{show_cursor}\nstopping after this step; Ctrl-C again ends at once\n"
 
@@ -53,32 +53,32 @@ class TrainingConsole(Watcher):
         self.console.print(text, markup=False, soft_wrap=True)
 
     def stepped(self, record: dict[str, Any]) -> None:
-        """Move the bar, or print a line every now and then."""
+        """Update the bar, or print a line every LINE_SECONDS."""
         if self.live:
             if self.task is None:
                 self.bar.start()
-                self.task = self.bar.add_task("", total=self.steps, facts="")
-            facts = self._facts(record, self.console.width)
-            self.bar.update(self.task, completed=record["step"], facts=facts)
+                self.task = self.bar.add_task("", total=self.steps, figures="")
+            figures = self._figures(record, self.console.width)
+            self.bar.update(self.task, completed=record["step"], figures=figures)
         elif time.monotonic() >= self._next_line or record["step"] == self.steps:
             self._next_line = time.monotonic() + LINE_SECONDS
-            self.say(f"step {record['step']:,}/{self.steps:,}  {self._facts(record, 400)}")
+            self.say(f"step {record['step']:,}/{self.steps:,}  {self._figures(record, 400)}")
 
-    def _facts(self, record: dict[str, Any], width: int) -> str:
-        """Say as much as there is room for, the most important first."""
+    def _figures(self, record: dict[str, Any], width: int) -> str:
+        """Format as many figures as fit, the most important first."""
         clock = record["clock"]
         rate = clock["tokens_per_second"]
         left = (self.steps - record["step"]) * self.tokens_per_step / rate
-        facts = [f"loss {record['loss']:.4f}", f"{duration(left)} left"]
-        facts += [self.held_out] if self.held_out else []
-        facts += [f"lr {record['lr']:.2e}", f"{rate:,.0f} tok/s"]
+        figures = [f"loss {record['loss']:.4f}", f"{duration(left)} left"]
+        figures += [self.held_out] if self.held_out else []
+        figures += [f"lr {record['lr']:.2e}", f"{rate:,.0f} tok/s"]
         if "mfu" in clock:
-            facts.append(f"MFU {clock['mfu']:.1%} ({clock['mfu_convention']})")
-        facts.append(f"{clock['memory_bytes'] / 2**30:.2f} GiB")
+            figures.append(f"MFU {clock['mfu']:.1%} ({clock['mfu_convention']})")
+        figures.append(f"{clock['memory_bytes'] / 2**30:.2f} GiB")
         room = max(30, width - 36)
-        while len(facts) > 2 and len("  ".join(facts)) > room:
-            facts.pop()
-        return "  ".join(facts)
+        while len(figures) > 2 and len("  ".join(figures)) > room:
+            figures.pop()
+        return "  ".join(figures)
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Print the held-out figures."""
@@ -101,15 +101,15 @@ class TrainingConsole(Watcher):
         self.say(f"  | {text[:room]}")
 
     def saved(self, path: Path) -> None:
-        """Say nothing: a checkpoint is the ordinary thing."""
+        """Print nothing."""
 
 
 class TensorBoard(Watcher):
-    """Writes the same figures for TensorBoard, where that is installed."""
+    """Logs the same figures to TensorBoard."""
 
     @staticmethod
     def require() -> None:
-        """Refuse, before any work, where the package is missing."""
+        """Refuse early if the package is missing."""
         if find_spec("tensorboard") is None:
             raise ValueError(
                 "--tensorboard needs the package tensorboard: pip install 'scratchlm[tensorboard]'"
@@ -121,7 +121,7 @@ class TensorBoard(Watcher):
         self.writer: Any = None
 
     def begin(self, step: int) -> None:
-        """Go on after `step`; what an earlier session logged of later ones is made again."""
+        """Continue after `step`; later steps of an earlier session are purged."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(self.directory), purge_step=step + 1)
@@ -144,10 +144,10 @@ class TensorBoard(Watcher):
         self.writer.add_text("samples", "\n\n".join(record["samples"]), record["step"])
 
     def saved(self, path: Path) -> None:
-        """Bring to disk what belongs to a checkpoint."""
+        """Flush the log with each checkpoint."""
         self.writer.flush()
 
     def close(self) -> None:
-        """End the log, if it was begun."""
+        """Close the log, if it was opened."""
         if self.writer is not None:
             self.writer.close()

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class TrainArgs:
     """What the command line asks for."""
 
     data: list[str]
@@ -55,13 +55,13 @@ class Wish:
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def make_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
+def make_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     """Make the plan of a new run; raw text is tokenised on the way."""
-    tables = _config_tables(wish)
+    tables = _config_tables(args)
     TrainConfig.check(tables.get("train", {}))  # before hours of reading
-    files = find_data(wish, tables.get("data", {}), machine, say)
+    files = find_data(args, tables.get("data", {}), machine, say)
     info = read_sidecar(files.train)
-    model = _model(wish, tables.get("model", {}), info.count, info.vocab_size, machine)
+    model = _model(args, tables.get("model", {}), info.count, info.vocab_size, machine)
     chosen = choose_settings(model, info.count, machine).to_dict()
     settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
     if "batch_size" in tables.get("train", {}) and "micro_batch_size" not in tables["train"]:
@@ -70,25 +70,25 @@ def make_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
     return Plan(model, settings, files)
 
 
-def continue_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
+def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     """Take up the plan of a run; what is asked for anew must agree with it, or not touch its past.
 
     So the command that began a run goes on with it when `--resume` is added.
     """
-    plan, tables = read_plan(wish.out), _config_tables(wish)
-    if wish.data:
+    plan, tables = read_plan(args.out), _config_tables(args)
+    if args.data:
         say(f"going on with the run's own data, {plan.data.train.parent}")
     table = tables.get("model", {})
-    if wish.preset or wish.params or wish.ablation or table:
-        if wish.preset or wish.params or "num_layers" in table:
+    if args.preset or args.params or args.ablation or table:
+        if args.preset or args.params or "num_layers" in table:
             info = read_sidecar(plan.data.train)
-            asked = _model(wish, table, info.count, info.vocab_size, machine)
+            asked = _model(args, table, info.count, info.vocab_size, machine)
         else:
             asked = change_model(plan.model, table)
-            if wish.ablation and not is_ablated(plan.model, wish.ablation):
-                asked = ablate(asked, wish.ablation)
+            if args.ablation and not is_ablated(plan.model, args.ablation):
+                asked = ablate(asked, args.ablation)
         if asked != plan.model:
-            raise ValueError(f"the model of {wish.out} was begun otherwise; it cannot change now")
+            raise ValueError(f"the model of {args.out} was begun otherwise; it cannot change now")
     changes = tables.get("train", {})
     settings = TrainConfig.from_dict({**plan.train.to_dict(), **changes})
     for name in changes.keys() - CHANGEABLE:
@@ -100,46 +100,46 @@ def continue_plan(wish: Wish, machine: Machine, say: Say) -> Plan:
     return replace(plan, train=settings)
 
 
-def _config_tables(wish: Wish) -> dict[str, Any]:
+def _config_tables(args: TrainArgs) -> dict[str, Any]:
     """Read --config (sections, or a model alone) and lay the overrides over it."""
     tables: dict[str, Any] = {}
-    if wish.config is not None:
-        text = wish.config.read_text(encoding="utf-8")
+    if args.config is not None:
+        text = args.config.read_text(encoding="utf-8")
         sections = {}
-        if wish.config.suffix == ".toml":
+        if args.config.suffix == ".toml":
             with contextlib.suppress(tomllib.TOMLDecodeError):
                 sections = tomllib.loads(text)
         if sections.keys() & {"model", "train", "data"}:
             unknown = sections.keys() - {"model", "train", "data"}
             if unknown:
-                raise ValueError(f"{wish.config}: unknown config key: {min(unknown)}")
+                raise ValueError(f"{args.config}: unknown config key: {min(unknown)}")
             tables = sections
         else:
-            tables = {"model": to_dict(load_config(wish.config))}
-    return merge(tables, wish.overrides)
+            tables = {"model": to_dict(load_config(args.config))}
+    return merge(tables, args.overrides)
 
 
 # The model
 
 
 def _model(
-    wish: Wish, table: dict[str, Any], tokens: int, vocab_size: int, machine: Machine
+    args: TrainArgs, table: dict[str, Any], tokens: int, vocab_size: int, machine: Machine
 ) -> ModelConfig:
-    named = [name for name in ("preset", "params") if getattr(wish, name)]
-    if wish.config is not None and "num_layers" in table:
+    named = [name for name in ("preset", "params") if getattr(args, name)]
+    if args.config is not None and "num_layers" in table:
         named.append("config")
     if len(named) > 1:
         raise ValueError(f"choose the model by --{named[0]} or by --{named[1]}, not by both")
     if named == ["config"]:
         model = from_dict({"vocab_size": vocab_size, **table})
     else:
-        if wish.preset:
-            model = preset(wish.preset).replace(vocab_size=vocab_size)
+        if args.preset:
+            model = preset(args.preset).replace(vocab_size=vocab_size)
         else:
-            params = parse_count(wish.params) if wish.params else None
+            params = parse_count(args.params) if args.params else None
             model = choose_model(tokens, vocab_size, machine, params)
         model = change_model(model, table)
-    return ablate(model, wish.ablation) if wish.ablation else model
+    return ablate(model, args.ablation) if args.ablation else model
 
 
 def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
@@ -155,24 +155,24 @@ def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
 # The data
 
 
-def find_data(wish: Wish, table: dict[str, Any], machine: Machine, say: Say) -> DataFiles:
+def find_data(args: TrainArgs, table: dict[str, Any], machine: Machine, say: Say) -> DataFiles:
     """Find the token files: named in the config, prepared, a single file, or made from text."""
-    if not wish.data:
+    if not args.data:
         if "train" not in table:
             raise ValueError("what to train on? give text files, a prepared folder or a token file")
         return DataFiles.from_dict(table, Path.cwd())
-    first = Path(wish.data[0])
-    if len(wish.data) == 1 and is_prepared(first):
+    first = Path(args.data[0])
+    if len(args.data) == 1 and is_prepared(first):
         val = first / "val.bin"
         files = DataFiles(first / "train.bin", val if val.exists() else None)
-    elif len(wish.data) == 1 and is_token_file(first):
+    elif len(args.data) == 1 and is_token_file(first):
         files = DataFiles(token_paths(first)[0])
     else:
-        return _from_text(wish, machine, say)
-    beside = Path(wish.tokenizer) if wish.tokenizer else files.train.parent
+        return _from_text(args, machine, say)
+    beside = Path(args.tokenizer) if args.tokenizer else files.train.parent
     beside = beside / "tokenizer.json" if beside.is_dir() else beside
-    tokenizer = beside if wish.tokenizer or beside.exists() else None
-    return DataFiles(files.train, wish.val or files.val, tokenizer)
+    tokenizer = beside if args.tokenizer or beside.exists() else None
+    return DataFiles(files.train, args.val or files.val, tokenizer)
 
 
 def is_prepared(path: Path) -> bool:
@@ -186,28 +186,28 @@ def is_token_file(path: Path) -> bool:
     return path.suffix == ".bin" or (data.is_file() and sidecar.is_file())
 
 
-def _from_text(wish: Wish, machine: Machine, say: Say) -> DataFiles:
+def _from_text(args: TrainArgs, machine: Machine, say: Say) -> DataFiles:
     from scratchlm.data import prepare
 
-    if "-" in wish.data:
+    if "-" in args.data:
         raise ValueError("standard input can be read only once; run `scratchlm prepare -` first")
-    sources = find_sources(wish.data)
+    sources = find_sources(args.data)
     size = sum(source.size for source in sources)
-    separator = wish.separator or _found_separator(sources, say)
-    tokenizer = _tokenizer(wish, sources, size, machine, say)
-    folder = wish.out / "data"
+    separator = args.separator or _found_separator(sources, say)
+    tokenizer = _tokenizer(args, sources, size, machine, say)
+    folder = args.out / "data"
     say(f"encoding {size / 1e6:,.1f} MB with {tokenizer.vocab_size:,} tokens")
     prepared = prepare(
-        wish.data,
+        args.data,
         tokenizer,
         folder,
-        val_fraction=0.0 if wish.val else wish.val_fraction,
+        val_fraction=0.0 if args.val else args.val_fraction,
         separator=separator,
-        field=wish.text_field,
+        field=args.text_field,
     )
     for note in prepared.notes:
         say(f"note: {note}")
-    val = wish.val or (folder / "val.bin" if prepared.val else None)
+    val = args.val or (folder / "val.bin" if prepared.val else None)
     held_out = f", {prepared.val.count:,} held out" if prepared.val else ""
     say(f"{prepared.train.count:,} tokens to train on{held_out}")
     return DataFiles(folder / "train.bin", val, folder / "tokenizer.json")
@@ -225,32 +225,32 @@ def _found_separator(sources: list[Source], say: Say) -> str | None:
 
 
 def _tokenizer(
-    wish: Wish, sources: list[Source], size: int, machine: Machine, say: Say
+    args: TrainArgs, sources: list[Source], size: int, machine: Machine, say: Say
 ) -> Tokenizer | CharTokenizer:
     """Load the tokenizer that was named, or learn one from the text."""
     from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
     from scratchlm.tokenizer.training import read_text
 
-    if wish.tokenizer not in (None, "char", "bpe"):
-        assert wish.tokenizer is not None
-        if not Path(wish.tokenizer).exists():
+    if args.tokenizer not in (None, "char", "bpe"):
+        assert args.tokenizer is not None
+        if not Path(args.tokenizer).exists():
             raise ScratchLMError(
                 f"--tokenizer must be char, bpe, or a tokenizer's file or folder; "
-                f"{wish.tokenizer} does not exist"
+                f"{args.tokenizer} does not exist"
             )
-        return load_tokenizer(wish.tokenizer)
-    with _text_files(wish, sources) as files:
-        if wish.tokenizer == "char":
+        return load_tokenizer(args.tokenizer)
+    with _text_files(args, sources) as files:
+        if args.tokenizer == "char":
             pieces = (piece for file in files for piece in read_text(file))
             return CharTokenizer.of_text(pieces, [END_OF_TEXT])
-        vocab_size = wish.vocab_size or choose_vocab_size(size, machine)
+        vocab_size = args.vocab_size or choose_vocab_size(size, machine)
         say(f"learning a vocabulary of {vocab_size:,} tokens")
         vocab, merges = train_bpe(files, vocab_size, [END_OF_TEXT])
         return Tokenizer(vocab, merges, [END_OF_TEXT])
 
 
 @contextlib.contextmanager
-def _text_files(wish: Wish, sources: list[Source]) -> Iterator[list[str]]:
+def _text_files(args: TrainArgs, sources: list[Source]) -> Iterator[list[str]]:
     """Give the sources as plain text files; documents of other kinds are written out first."""
     from scratchlm.data import iter_documents
 
@@ -259,7 +259,7 @@ def _text_files(wish: Wish, sources: list[Source]) -> Iterator[list[str]]:
         return
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
         written = 0
-        for document in iter_documents([s.path for s in sources], field=wish.text_field):
+        for document in iter_documents([s.path for s in sources], field=args.text_field):
             file.write(document + END_OF_TEXT)
             written += len(document)
             if written > SPOOL_BYTES:

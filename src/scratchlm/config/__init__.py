@@ -1,12 +1,12 @@
-"""What a model *is*: sizes and choices, checked, and nothing else.
+"""Model configs: sizes and architecture choices, validated.
 
-The plain case is flat, as a course writes it down:
+The default architecture needs only sizes:
 
     ModelConfig(vocab_size=10_000, context_length=256, d_model=512, num_layers=4, num_heads=16)
 
-is a pre-norm RMSNorm / RoPE / SwiGLU decoder without biases. Where a model departs from that, it
-says so in one composed field: `positions`, `ffn`, `norm`, `attention`. Precision, device and the
-choice of ops are not the model's identity: they are arguments of whoever runs it.
+is a pre-norm RMSNorm / RoPE / SwiGLU decoder without biases. Where a model differs, one composed
+field says so: `positions`, `ffn`, `norm`, `attention`. Precision, device and the choice of ops are
+not part of the config: they are arguments of whatever runs it.
 """
 
 from scratchlm.config.files import from_dict, load_config, to_dict, to_json, to_toml, toml_text

@@ -1,7 +1,7 @@
-"""A config as plain values, and as TOML or JSON text.
+"""Configs to and from plain values, TOML and JSON.
 
-A composed field is a table with a `type`: `ffn = {type = "moe", num_experts = 8, …}`. What is not
-known is refused by name; what is missing too.
+A composed field is a table with a `type`: `ffn = {type = "moe", num_experts = 8, …}`. Unknown and
+missing keys are refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scratchlm.config.parts import (
     YarnScaling,
 )
 
-# Which words a table's `type` may say, for each field that holds a table.
+# The values of a table's `type`, for each field that holds a table.
 _KINDS: dict[str, dict[str, type]] = {
     "positions": {
         "rotary": Rotary,
@@ -49,13 +49,13 @@ _KINDS: dict[str, dict[str, type]] = {
         "llama3": Llama3Scaling,
     },
 }
-_WORDS = {kind: word for kinds in _KINDS.values() for word, kind in kinds.items()}
+_TYPE_NAMES = {kind: word for kinds in _KINDS.values() for word, kind in kinds.items()}
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
     """Write a config as plain values; `from_dict` reads them back to an equal config."""
-    table = _plain(config)
-    del table["rope_theta"]  # short for positions.theta, which is there
+    table = _to_plain(config)
+    del table["rope_theta"]  # a shorthand for positions.theta
     return table
 
 
@@ -111,17 +111,17 @@ def _toml_value(value: Any) -> str:
     raise TypeError(f"cannot write {value!r} as TOML")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     table = {
-        field.name: _plain(getattr(value, field.name))
+        field.name: _to_plain(getattr(value, field.name))
         for field in dataclasses.fields(value)
         if getattr(value, field.name) is not None  # TOML has no null; None is the default
     }
-    if isinstance(value, (ModelConfig, Attention)):  # one kind only: no type to tell
+    if isinstance(value, (ModelConfig, Attention)):  # the field has only one type
         return table
-    return {"type": _WORDS[type(value)], **table}
+    return {"type": _TYPE_NAMES[type(value)], **table}
 
 
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ from scratchlm.config.parts import (
     check_size,
 )
 
-# The value of a field that may be left out: None on the way in, a size once constructed.
+# Default of a field that is derived from others: None as an argument, a size once constructed.
 _DERIVED: Any = None
 
 _PARTS: dict[str, Any] = {
@@ -39,7 +39,7 @@ def default_d_ff(d_model: int) -> int:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only Transformer language model, fully said."""
+    """A decoder-only Transformer language model, fully specified."""
 
     vocab_size: int
     context_length: int
@@ -47,7 +47,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     d_ff: int = _DERIVED  # None: 8/3 · d_model, rounded up to a multiple of 64
-    rope_theta: float = 10_000.0  # short for positions=Rotary(theta=…)
+    rope_theta: float = 10_000.0  # shorthand for positions=Rotary(theta=…)
     num_kv_heads: int = _DERIVED  # None: num_heads
     d_head: int = _DERIVED  # None: d_model / num_heads
     positions: Positions = _DERIVED  # None: Rotary(rope_theta)
@@ -111,7 +111,7 @@ class ModelConfig:
             )
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """Copy with changes; sizes that stood at their default follow the sizes they derive from.
+        """Copy with changes; derived sizes left at their default are derived again.
 
         `dataclasses.replace` would keep the old d_ff and d_head when d_model changes.
         """

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-# The largest sizes anyone may mean. Beyond them a typing error is likelier than a model.
+# Sanity limits: a larger value is more likely a typo than a model.
 SIZE_LIMITS = {
     "vocab_size": 2**24,
     "context_length": 2**27,
@@ -119,7 +119,7 @@ RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions (arXiv:2104.09864). `layout` says which two channels turn together."""
+    """Rotary positions (arXiv:2104.09864). `layout` says which two channels form a pair."""
 
     theta: float = 10_000.0
     layout: Literal["interleaved", "half"] = "interleaved"
@@ -182,7 +182,7 @@ class MoE:
     num_experts: int
     experts_per_token: int
     renormalize: bool = True  # make the chosen experts' weights sum to 1
-    load_balance_weight: float = 0.01  # what the load-balancing loss counts in the total
+    load_balance_weight: float = 0.01  # coefficient of the load-balancing loss
 
     def __post_init__(self) -> None:
         check_size("num_experts", self.num_experts)
@@ -234,7 +234,7 @@ Norm = RMSNorm | LayerNorm | NoNorm
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention adds to the plain case."""
+    """Options of attention beyond the default."""
 
     qk_norm: bool = False  # RMSNorm over each head's query and key, before the rotation
     sliding_window: int | None = None  # a query sees itself and the window − 1 tokens before it

@@ -104,7 +104,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """Return a model by name; an unknown name is answered with the nearest known one."""
+    """Return a model by name; for an unknown name, suggest the closest one."""
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scratchlm.data.token_file import TokenFileInfo as TokenFileInfo
     from scratchlm.data.token_file import write_token_file as write_token_file
 
-_HOME = {
+_MODULE_OF = {
     "prepare": "preparation",
     "Prepared": "preparation",
     "Progress": "plan",
@@ -34,14 +34,14 @@ _HOME = {
     "IGNORE_INDEX": "batches",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"scratchlm.data.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"scratchlm.data.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'scratchlm.data' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULE_OF])

@@ -2,8 +2,8 @@
 
 A token file of N ids gives transitions id_t → id_{t+1}. They are laid on a ring of T transitions:
 T = N − 1, or T = N where the file ends with the end-of-text id, after which its first id may
-rightly follow. Epoch e cuts the ring, from an offset of its own, into W = ⌈T / C⌉ windows of
-C = context_length transitions, and takes them in an order of its own:
+rightly follow. Epoch e cuts the ring, from a per-epoch offset, into W = ⌈T / C⌉ windows of
+C = context_length transitions, and takes them in a per-epoch order:
 
     g = step · batch_size + row,  e = ⌊g / W⌋,  w = π_e(g mod W)
     window: transitions o_e + w·C … o_e + w·C + C − 1  (mod T)
@@ -37,9 +37,9 @@ from scratchlm.data.permutation import derive_key, permute
 from scratchlm.data.prefetch import prefetch
 from scratchlm.data.token_file import TokenFile
 
-STRETCH = 4096
-IGNORE_INDEX = -100  # what cross-entropy leaves out
-_ORDER, _OFFSET = 1, 2  # what a key is derived for
+ORDER_BLOCK = 4096
+IGNORE_INDEX = -100  # the target that cross-entropy ignores
+_ORDER, _OFFSET = 1, 2  # purposes a key is derived for
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,18 @@ class _Windows:
 
     @property
     def rows(self) -> int:
-        """Rows of this rank's share of a batch."""
+        """Rows per batch of this rank."""
         return self.batch_size // self.world_size
 
-    def _my_rows(self, step: int) -> np.ndarray:
+    def rank_rows(self, step: int) -> np.ndarray:
+        """Return the global row indices of this rank at `step`."""
         if step < 0:
             raise ValueError(f"step must be >= 0; got {step}")
         first = step * self.batch_size + self.rank * self.rows
         return np.arange(first, first + self.rows, dtype=np.int64)
 
-    def _cut(self, starts: np.ndarray, live: np.ndarray) -> Batch:
-        """Read the windows at `starts`; targets of row i from live[i] on are ignored."""
+    def read_windows(self, starts: np.ndarray, num_valid: np.ndarray) -> Batch:
+        """Read the windows at `starts`; targets of row i from num_valid[i] on are ignored."""
         context = self.context_length
         raw = np.empty((len(starts), context + 1), dtype=self.tokens.dtype)
         wrapped = starts + context + 1 > len(self.tokens)
@@ -134,8 +135,8 @@ class _Windows:
         targets = raw[:, 1:].astype(np.int64)
         for row in np.flatnonzero(wrapped):
             inputs[row], targets[row] = self._ring_row(int(starts[row]))
-        for row in np.flatnonzero(live < context):
-            targets[row, live[row] :] = IGNORE_INDEX
+        for row in np.flatnonzero(num_valid < context):
+            targets[row, num_valid[row] :] = IGNORE_INDEX
         document_ids = self._number_documents(starts, inputs) if self.document_ids else None
         return Batch(
             self._tensor(inputs),
@@ -144,7 +145,7 @@ class _Windows:
         )
 
     def _ring_row(self, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read one row that runs past the end of the file, round the ring."""
+        """Read one row that wraps around the end of the file."""
         tokens, inputs, targets, missing = self.tokens, [], [], self.context_length
         while missing:
             run = min(missing, self.num_transitions - start)
@@ -159,7 +160,7 @@ class _Windows:
 
     def _number_documents(self, starts: np.ndarray, inputs: np.ndarray) -> np.ndarray:
         opens = inputs == self.tokens.info.end_of_text
-        if not self.first_follows_last:  # going round the ring changes the document, too
+        if not self.first_follows_last:  # wrapping around the ring starts a new document too
             position = starts[:, None] + np.arange(self.context_length)
             opens |= position % self.num_transitions == 0
         opens[:, 0] = False
@@ -171,7 +172,7 @@ class _Windows:
 
 
 class Batches(_Windows):
-    """Training batches: shuffled windows, epoch after epoch, without end.
+    """Training batches: shuffled windows, epoch after epoch, indefinitely.
 
     `batch_size` counts the rows of all ranks together.
     """
@@ -194,33 +195,35 @@ class Batches(_Windows):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be in 0 … 2^64−1; got {seed}")
         self.seed = seed
-        # Recent stretches of the order: one call for many places costs little more than for one.
-        self._stretch = lru_cache(maxsize=4)(self._compute_stretch)
+        # Recent blocks of the order: permuting many positions at once costs little more than one.
+        self._order_block = lru_cache(maxsize=4)(self._compute_order_block)
 
-    def _compute_stretch(self, epoch: int, number: int) -> np.ndarray:
-        places = np.arange(number * STRETCH, min((number + 1) * STRETCH, self.num_windows))
-        return permute(places, self.num_windows, derive_key(self.seed, epoch, _ORDER))
+    def _compute_order_block(self, epoch: int, number: int) -> np.ndarray:
+        positions = np.arange(
+            number * ORDER_BLOCK, min((number + 1) * ORDER_BLOCK, self.num_windows)
+        )
+        return permute(positions, self.num_windows, derive_key(self.seed, epoch, _ORDER))
 
     def _order(self, epoch: int, first: int, last: int) -> np.ndarray:
-        """Return which windows stand at places first … last of an epoch."""
-        numbers = range(first // STRETCH, last // STRETCH + 1)
-        order = np.concatenate([self._stretch(epoch, number) for number in numbers])
-        before = numbers[0] * STRETCH
+        """Return the windows at positions first … last of an epoch's order."""
+        numbers = range(first // ORDER_BLOCK, last // ORDER_BLOCK + 1)
+        order = np.concatenate([self._order_block(epoch, number) for number in numbers])
+        before = numbers[0] * ORDER_BLOCK
         return order[first - before : last - before + 1]
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of the batch at `step`."""
-        index = self._my_rows(step)
-        epochs, places = index // self.num_windows, index % self.num_windows
-        starts, live = np.empty_like(index), np.empty_like(index)
+        index = self.rank_rows(step)
+        epochs, positions = index // self.num_windows, index % self.num_windows
+        starts, num_valid = np.empty_like(index), np.empty_like(index)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            mine = epochs == epoch
-            order = self._order(epoch, int(places[mine][0]), int(places[mine][-1]))
+            in_epoch = epochs == epoch
+            order = self._order(epoch, int(positions[in_epoch][0]), int(positions[in_epoch][-1]))
             offset = derive_key(self.seed, epoch, _OFFSET) % self.num_transitions
             first = order * self.context_length
-            starts[mine] = (first + offset) % self.num_transitions
-            live[mine] = self.num_transitions - first
-        return self._cut(starts, live)
+            starts[in_epoch] = (first + offset) % self.num_transitions
+            num_valid[in_epoch] = self.num_transitions - first
+        return self.read_windows(starts, num_valid)
 
     def iterate(
         self, start_step: int = 0, stop_step: int | None = None, *, depth: int = 4
@@ -232,9 +235,8 @@ class Batches(_Windows):
 class ValidationBatches(_Windows):
     """The whole file once, in order, every target once, always the same.
 
-    Every batch has the full shape; where the windows run out, rows with all targets ignored fill
-    the last one. Sum the losses and divide by the number of targets: a mean of means is not the
-    mean.
+    Every batch has the full shape; the last one is padded with rows whose targets are all ignored.
+    Sum the losses and divide by the number of targets: a mean of batch means is not the mean.
     """
 
     def __init__(
@@ -259,12 +261,12 @@ class ValidationBatches(_Windows):
         """Return this rank's rows of batch number `step`."""
         if step >= len(self):
             raise IndexError(f"step must be below {len(self)}; got {step}")
-        index = self._my_rows(step)
+        index = self.rank_rows(step)
         first = index * self.context_length
-        filler = index >= self.num_windows
-        starts = np.where(filler, 0, first)
-        live = np.where(filler, 0, self.num_transitions - first)
-        return self._cut(starts, live)
+        padding = index >= self.num_windows
+        starts = np.where(padding, 0, first)
+        num_valid = np.where(padding, 0, self.num_transitions - first)
+        return self.read_windows(starts, num_valid)
 
     def __iter__(self) -> Iterator[Batch]:
         return prefetch(self.batch, 0, len(self), 4)

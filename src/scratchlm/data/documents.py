@@ -1,14 +1,13 @@
-"""One document a row: every sequence begins where a document begins.
+"""One document per row: every sequence starts at the start of a document.
 
-A window cut anywhere (`batches.py`) often starts in the middle of a document, where what was said
-before cannot be known. Where documents are short and what they say depends on their beginning,
-each gets a row of its own:
+A window cut anywhere (`batches.py`) often starts in the middle of a document, without its earlier
+context. Where documents are short and depend on their beginning, each gets its own row:
 
-    inputs    END  w₁  w₂ … wₙ   …         what follows the document fills the row up and counts
-    targets   w₁   w₂  …  wₙ END  ignored  nowhere: a row looks only back
+    inputs    END  w₁  w₂ … wₙ   …         the following text fills the row, with its
+    targets   w₁   w₂  …  wₙ END  ignored  targets ignored: attention is causal
 
-In training every other row, by a coin that is a function of (seed, epoch, document), leaves the
-first END out: people's prompts begin without it. The order of the documents is, as for windows, a
+In training every other row, by a coin that is a function of (seed, epoch, document), omits the
+first END: users' prompts begin without it. The order of the documents is, as for windows, a
 pure function of (seed, step), each once an epoch. In validation every id is a target once.
 """
 
@@ -21,7 +20,7 @@ from scratchlm.data.permutation import derive_key, permute
 from scratchlm.data.token_file import TokenFile
 from scratchlm.errors import ScratchLMError
 
-_ORDER, _COIN = 3, 4  # what a key is derived for
+_ORDER, _COIN = 3, 4  # purposes a key is derived for
 
 
 def find_documents(tokens: TokenFile, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,17 +66,17 @@ class DocumentBatches(Batches):
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of the batch at `step`."""
-        index = self._my_rows(step)
-        epochs, places = index // self.num_windows, index % self.num_windows
-        chosen, bare = np.empty_like(index), np.empty_like(index)
+        index = self.rank_rows(step)
+        epochs, positions = index // self.num_windows, index % self.num_windows
+        chosen, skip_end = np.empty_like(index), np.empty_like(index)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            mine = epochs == epoch
+            in_epoch = epochs == epoch
             key = derive_key(self.seed, epoch, _ORDER)
-            chosen[mine] = permute(places[mine], self.num_windows, key)
-            coins = permute(chosen[mine], self.num_windows, derive_key(key, _COIN))
-            bare[mine] = (coins % 2 == 1) & (self._lengths[chosen[mine]] > 1)
-        starts = (self._starts[chosen] + bare) % len(self.tokens)
-        return self._cut(starts, self._lengths[chosen] - bare)
+            chosen[in_epoch] = permute(positions[in_epoch], self.num_windows, key)
+            coins = permute(chosen[in_epoch], self.num_windows, derive_key(key, _COIN))
+            skip_end[in_epoch] = (coins % 2 == 1) & (self._lengths[chosen[in_epoch]] > 1)
+        starts = (self._starts[chosen] + skip_end) % len(self.tokens)
+        return self.read_windows(starts, self._lengths[chosen] - skip_end)
 
 
 class DocumentValidationBatches(ValidationBatches):
@@ -100,10 +99,10 @@ class DocumentValidationBatches(ValidationBatches):
         self.num_windows = len(self._starts)
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's rows of batch number `step`; rows past the last count nowhere."""
+        """Return this rank's rows of batch number `step`; rows past the last are padding."""
         if step >= len(self):
             raise IndexError(f"step must be below {len(self)}; got {step}")
-        index = self._my_rows(step)
-        filler = index >= self.num_windows
-        chosen = np.where(filler, 0, index)
-        return self._cut(self._starts[chosen], np.where(filler, 0, self._lengths[chosen]))
+        index = self.rank_rows(step)
+        padding = index >= self.num_windows
+        chosen = np.where(padding, 0, index)
+        return self.read_windows(self._starts[chosen], np.where(padding, 0, self._lengths[chosen]))

@@ -1,4 +1,4 @@
-"""One part of a source → its ids, on disk: what a worker of `prepare` does.
+"""One part of a source → its ids, on disk: the work of one `prepare` worker.
 
 Ids go to two files, one per side of the split, in the order of the text. Every document is closed
 with the end-of-text id, if there is one. Memory is bounded by a piece of text and its ids.
@@ -24,7 +24,7 @@ FLUSH_IDS = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """What preparing needs of a tokenizer."""
+    """The tokenizer interface that `prepare` needs."""
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
@@ -47,7 +47,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Counts:
-    """What came out of a part, or of all parts so far."""
+    """Ids and documents of one part, or of all parts so far."""
 
     train: int = 0  # ids
     val: int = 0
@@ -65,19 +65,19 @@ class _Ids:
 
     def __init__(self, file: IO[bytes], vocab_size: int) -> None:
         self.file, self.vocab_size, self.dtype = file, vocab_size, dtype_for(vocab_size)
-        self.waiting: list[np.ndarray] = []
-        self.num_waiting = self.count = 0
+        self.buffered: list[np.ndarray] = []
+        self.num_buffered = self.count = 0
 
     def add(self, ids: np.ndarray) -> None:
-        self.waiting.append(ids)
-        self.num_waiting += len(ids)
-        if self.num_waiting >= FLUSH_IDS:
+        self.buffered.append(ids)
+        self.num_buffered += len(ids)
+        if self.num_buffered >= FLUSH_IDS:
             self.flush()
 
     def flush(self) -> None:
-        if not self.num_waiting:
+        if not self.num_buffered:
             return
-        ids = np.concatenate(self.waiting)
+        ids = np.concatenate(self.buffered)
         if int(ids.max()) >= self.vocab_size:
             raise ScratchLMError(
                 f"the tokenizer gave id {int(ids.max())}, not below its vocab_size="
@@ -85,7 +85,7 @@ class _Ids:
             )
         self.file.write(ids.astype(self.dtype).data)
         self.count += len(ids)
-        self.waiting, self.num_waiting = [], 0
+        self.buffered, self.num_buffered = [], 0
 
 
 def encode_part(

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from scratchlm.data.encoding import Counts
 from scratchlm.data.split import SIDES
-from scratchlm.data.token_file import TokenFileInfo, sync_directory, write_atomically
+from scratchlm.data.token_file import TokenFileInfo
+from scratchlm.durable import fsync_directory, write_atomically
 
 FOLDER = ".prepare"
 COPY_BYTES = 4 << 20
@@ -179,7 +180,7 @@ def carry_out_commit(out: Path, folder: Path, infos: dict[str, TokenFileInfo]) -
         (out / f"{side}.json").unlink(missing_ok=True)
         if side not in infos:
             (out / f"{side}.bin").unlink(missing_ok=True)
-    sync_directory(out)
+    fsync_directory(out)
     for side, info in infos.items():
         partial = folder / f"{side}.partial"
         if partial.exists():
@@ -189,7 +190,7 @@ def carry_out_commit(out: Path, folder: Path, infos: dict[str, TokenFileInfo]) -
             os.replace(partial, out / f"{side}.bin")
     for path in sorted((folder / "tokenizer").iterdir()):
         write_atomically(out / path.name, path.read_bytes(), folder)
-    sync_directory(out)
+    fsync_directory(out)
     for side, info in infos.items():
         write_atomically(out / f"{side}.json", info.to_json().encode(), folder)
     (folder / "commit.json").unlink()  # first: what is left of the folder must not be obeyed

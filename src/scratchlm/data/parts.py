@@ -1,10 +1,10 @@
-"""Sources cut into parts: the unit of work, of progress and of resuming.
+"""Sources split into parts: the unit of work, of progress and of resuming.
 
 Where a source is cut depends on its bytes alone, never on the number of workers: a text file
-after a separator (or, when the file is one document, at a safe place, see `reading.py`), a JSON
+after a separator (or, when the file is one document, at a safe position, see `reading.py`), a JSON
 Lines file after a line, a Parquet file between row groups. A part has about PART_BYTES; a document
 larger than that stays in one part and is streamed. Gzipped files are one part each. (A separator
-that can overlap itself, such as a blank line among several, may be found one place later at such
+that can overlap itself, such as a blank line among several, may be found one position later at such
 a cut than from the start of the file.)
 """
 
@@ -50,10 +50,10 @@ def cut_source(source: Source, separator: str | None, val_fraction: float | None
         side = "train" if val_fraction is None else side_of(_head(source), val_fraction)
     if source.gzipped:
         return [Part(source, 0, None, True, side, source.size)]
-    marks = [0, *_boundaries(source, separator), source.size]
+    cuts = [0, *_boundaries(source, separator), source.size]
     return [
         Part(source, start, end, not one_document or end == source.size, side, end - start)
-        for start, end in pairwise(marks)
+        for start, end in pairwise(cuts)
     ]
 
 
@@ -64,37 +64,37 @@ def _head(source: Source) -> str:
 
 
 def _boundaries(source: Source, separator: str | None) -> Iterator[int]:
-    """Yield where to cut: about every PART_BYTES, at the first good place after."""
+    """Yield the cuts: about every PART_BYTES, at the next safe position."""
     with open(source.path, "rb") as file:
         target = PART_BYTES
         while target < source.size:
             if source.kind == "jsonl":
-                place = _after(file, target, b"\n")
+                position = _end_of_next(file, target, b"\n")
             elif separator is not None:
-                place = _after(file, target, separator.encode())
+                position = _end_of_next(file, target, separator.encode())
             else:
-                place = _safe_place(file, target)
-            if place is None or place >= source.size:
+                position = _next_safe_cut(file, target)
+            if position is None or position >= source.size:
                 return
-            yield place
-            target = place + PART_BYTES
+            yield position
+            target = position + PART_BYTES
 
 
-def _after(file: IO[bytes], start: int, wanted: bytes) -> int | None:
-    """Find the end of the first `wanted` that begins at or after `start`."""
+def _end_of_next(file: IO[bytes], start: int, pattern: bytes) -> int | None:
+    """Find the end of the first `pattern` that begins at or after `start`."""
     file.seek(start)
     offset, buffer = start, b""
     while chunk := file.read(CHUNK_BYTES):
         buffer += chunk
-        if (found := buffer.find(wanted)) >= 0:
-            return offset + found + len(wanted)
-        drop = max(0, len(buffer) - len(wanted) + 1)
+        if (found := buffer.find(pattern)) >= 0:
+            return offset + found + len(pattern)
+        drop = max(0, len(buffer) - len(pattern) + 1)
         offset, buffer = offset + drop, buffer[drop:]
     return None
 
 
-def _safe_place(file: IO[bytes], start: int) -> int | None:
-    """Find the first place after `start` where cutting leaves the ids as they are."""
+def _next_safe_cut(file: IO[bytes], start: int) -> int | None:
+    """Find the first position after `start` where a cut does not change the ids."""
     file.seek(start)
     offset = start
     while chunk := file.read(CHUNK_BYTES):

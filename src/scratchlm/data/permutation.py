@@ -1,13 +1,13 @@
-"""A shuffle that stores nothing: the i-th element of a keyed permutation of 0 … n−1.
+"""A stateless shuffle: the i-th element of a keyed pseudorandom permutation of 0 … n−1.
 
 A Feistel network turns any keyed hash F into a bijection on pairs of b-bit halves:
 
     (L, R) → (R, L ⊕ F(k_r, R))        for rounds r = 0 … 7
 
-so it permutes [0, 4^b). For another n, take the smallest 4^b ≥ n and "walk the cycle": apply the
+so it permutes [0, 4^b). For another n, take the smallest 4^b ≥ n and cycle-walk: apply the
 network again until the value falls below n. Values below n then map to values below n, one to
 one, because each walk follows a cycle of a bijection and stops at the next element below n.
-Less than four applications on average, no table, any element at random.
+Less than four applications on average, no table, random access.
 
 The hash is splitmix64's finaliser, written out here in 64-bit integer arithmetic: the order never
 depends on the machine or on a library's random stream.

@@ -63,13 +63,13 @@ def spooled(source: Source, folder: Path) -> Source:
 def check_all(
     sources: list[Source], marker: str | None, report: Callable[[Progress], None]
 ) -> list[Checked]:
-    """Read every source once: its hash, and the first thing that is wrong with it."""
+    """Read every source once: hash it, and raise the first error found."""
     total, done, lock = sum(source.size for source in sources), 0, threading.Lock()
     stopping = threading.Event()
 
     def advance(count: int) -> None:
         nonlocal done
-        if stopping.is_set():  # Ctrl-C, or another source is bad: do not read on for hours
+        if stopping.is_set():  # Ctrl-C, or another source is bad: do not keep reading for hours
             raise InterruptedError
         with lock:
             done += count
@@ -97,12 +97,12 @@ def make_plan(
     split: str,
     val_fraction: float,
 ) -> Plan:
-    """Settle the split, cut the sources, and name everything."""
+    """Resolve the split, cut the sources into parts, and compute the keys."""
     if val_fraction == 0:
         split = "none"
     elif split == "auto":
-        alone = len(sources) == 1 and sources[0].kind == "text" and not options.separator
-        split = "tail" if alone else "documents"
+        one_document = len(sources) == 1 and sources[0].kind == "text" and not options.separator
+        split = "tail" if one_document else "documents"
     by_document = val_fraction if split == "documents" else None
     options = replace(options, val_fraction=by_document)
     fixed = [FORMAT_VERSION, tokenizer.fingerprint(), tokenizer.vocab_size, asdict(options)]
@@ -123,6 +123,6 @@ def _digest(value: object) -> str:
 
 
 def stamps(sources: list[Source]) -> list[tuple[int, int]]:
-    """Size and time of each file: equal before and after means nobody wrote to it meanwhile."""
+    """Size and mtime of each file: equal before and after means it was not modified meanwhile."""
     found = [os.stat(source.path) for source in sources]
     return [(status.st_size, status.st_mtime_ns) for status in found]

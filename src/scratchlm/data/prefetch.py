@@ -1,8 +1,8 @@
-"""Make things ahead in a background thread without changing their order.
+"""Prefetch in a background thread, in order.
 
-One thread, one bounded queue: what comes out is make(start), make(start + 1), …, as if called in
-a loop. An error of `make` is raised at the place in the order where it belongs. Closing the
-iterator, or dropping it, ends the thread.
+One thread, one bounded queue: it yields make(start), make(start + 1), …, as if called in
+a loop. An error of `make` is raised in its place in the order. Closing or
+dropping the iterator ends the thread.
 """
 
 from __future__ import annotations

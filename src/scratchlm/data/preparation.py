@@ -36,7 +36,7 @@ KEEP_BYTES = 64 << 20  # unfinished work larger than this survives an error in t
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` made."""
+    """The result of `prepare`."""
 
     out: Path
     train: TokenFileInfo
@@ -69,7 +69,7 @@ def prepare(
     end_of_text: the special token that ends each document; `<|endoftext|>` if there is one.
     split: "documents", "tail", or "auto": tail where everything is one document (`split.py`).
 
-    Run again after a kill, it goes on where it was; run again when finished, it returns at once.
+    After a kill, the same call resumes; when finished, it returns at once.
     """
     _check_options(val_fraction, split, separator, workers)
     found = find_sources(sources, format)
@@ -83,11 +83,11 @@ def prepare(
         checked = check_all(found, marker, report)
         options = EncodeOptions(field, separator, eot, None)
         plan = make_plan(found, checked, loaded, options, split, val_fraction)
-        prepared = _finish_commit(Path(out), folder, plan) or _already_there(
+        prepared = _finish_commit(Path(out), folder, plan) or _find_finished(
             Path(out), plan, overwrite
         )
         if prepared is None:
-            prepared = _carry_out(Path(out), folder, plan, before, loaded, workers, report)
+            prepared = _execute(Path(out), folder, plan, before, loaded, workers, report)
         return replace(prepared, notes=tuple(_notes(plan, prepared, marker)))
 
 
@@ -155,7 +155,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
 
 
 def _finish_commit(out: Path, folder: Path, plan: Plan) -> Prepared | None:
-    """Do what is left where an earlier run died between its last renames."""
+    """Complete the commit of an earlier run that died between its final renames."""
     infos = journals.read_commit(out, folder, plan.name)
     if infos is None:
         return None
@@ -163,8 +163,8 @@ def _finish_commit(out: Path, folder: Path, plan: Plan) -> Prepared | None:
     return Prepared(out, infos["train"], infos.get("val"), 0, len(plan.parts), len(plan.parts))
 
 
-def _already_there(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
-    """Find the finished result of this very plan; refuse to write over another's."""
+def _find_finished(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
+    """Find the finished result of this plan; refuse to overwrite that of another."""
     if not any((out / f"{side}.json").exists() for side in ("train", "val")):
         return None
     try:
@@ -185,7 +185,7 @@ def _already_there(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
     return None
 
 
-def _carry_out(
+def _execute(
     out: Path,
     folder: Path,
     plan: Plan,
@@ -206,7 +206,7 @@ def _carry_out(
     for source, now in zip(plan.sources, stamps(plan.sources), strict=True):
         if now != before[source.path]:
             raise ScratchLMError(f"{source.name}: the file changed while it was being read")
-    infos = _finished(journal, plan, tokenizer)
+    infos = _file_infos(journal, plan, tokenizer)
     journals.record_commit(folder, infos)
     journals.carry_out_commit(out, folder, infos)
     empty = journal.last.counts.empty_documents
@@ -236,8 +236,8 @@ def _encode(
             report(Progress("encode", done, total, tokens))
 
 
-def _finished(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str, TokenFileInfo]:
-    """Say what the finished files are, cutting off the tail where that is the split."""
+def _file_infos(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str, TokenFileInfo]:
+    """Describe the finished files, after cutting off the tail if that is the split."""
     last = journal.last
     counts = {"train": last.counts.train, "val": last.counts.val}
     crc32 = {"train": last.train_crc32, "val": last.val_crc32}

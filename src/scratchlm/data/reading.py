@@ -1,10 +1,10 @@
 """Sources, or byte ranges of them, as pieces of text in bounded memory.
 
-A document may be larger than memory, so readers give *pieces*: at most about PIECE_CHARS
+A document may be larger than memory, so readers yield *pieces*: at most about PIECE_CHARS
 characters each, the last one of a document marked. A document is cut only where a letter or digit
 is followed by white space or punctuation. The GPT-2, GPT-4 and Qwen2 patterns end a word at every
-such place and never look back, so the ids of the pieces in a row are the ids of the document. Text
-without any such place is cut between two characters after MAX_PIECE_CHARS; it still decodes to
+such position and use no lookbehind, so the pieces' ids, concatenated, are the document's ids. Text
+without any such position is cut between two characters after MAX_PIECE_CHARS; it still decodes to
 itself.
 """
 
@@ -90,7 +90,7 @@ def _text_pieces(
     chunks: Iterator[str], separator: str | None, ends_document: bool
 ) -> Iterator[Piece]:
     buffer, is_open = "", False  # is_open: pieces of this document went out before
-    keep = len(separator) - 1 if separator else 0  # what may be the start of a separator
+    keep = len(separator) - 1 if separator else 0  # may be the start of a separator
     for chunk in chunks:
         buffer += chunk
         if separator and separator in buffer:
@@ -110,7 +110,7 @@ def _text_pieces(
 
 
 def _document(text: str) -> Iterator[Piece]:
-    """Give a whole document out, in pieces where it is large."""
+    """Yield a whole document, in several pieces if it is large."""
     if len(text) <= PIECE_CHARS:
         yield Piece(text, True)
     else:
@@ -123,14 +123,14 @@ def head_of(first_piece: str) -> str:
     return first_piece[:HEAD_CHARS]
 
 
-def last_safe_cut(text: str, least: int = 0) -> int | None:
-    """Find the last place >= `least` where cutting the text leaves the ids as they are."""
+def last_safe_cut(text: str, minimum: int = 0) -> int | None:
+    """Find the last position >= `minimum` where a cut does not change the ids."""
     for window in (1 << 12, 1 << 16, len(text)):
-        begin = max(least, len(text) - window)
+        begin = max(minimum, len(text) - window)
         cuts = [match.end() for match in SAFE_CUT.finditer(text, max(0, begin - 1))]
-        if cuts and cuts[-1] >= max(1, least):
+        if cuts and cuts[-1] >= max(1, minimum):
             return cuts[-1]
-        if begin == least:
+        if begin == minimum:
             return None
     return None
 
@@ -156,7 +156,7 @@ def _jsonl_pieces(source: Source, field: str, start: int, end: int | None) -> It
 
 
 def _field_of(line: bytes, field: str, first: bool) -> str | None:
-    """Take one field out of a line of JSON; None for a blank line."""
+    """Extract one field from a line of JSON; None for a blank line."""
     try:
         decoded = line.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
@@ -201,7 +201,7 @@ def _lines_before(source: Source, offset: int) -> int:
 
 
 def open_parquet(source: Source) -> Any:
-    """Open a Parquet file; pyarrow is wanted only here."""
+    """Open a Parquet file; pyarrow is imported only here."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -215,8 +215,8 @@ def open_parquet(source: Source) -> Any:
 
 
 def _broken_parquet(source: Source, error: BaseException) -> ScratchLMError:
-    said = " ".join(str(error).split())
-    return ScratchLMError(f"{source.name}: not a Parquet file, cut off or damaged ({said})")
+    reason = " ".join(str(error).split())
+    return ScratchLMError(f"{source.name}: not a Parquet file, cut off or damaged ({reason})")
 
 
 def _parquet_pieces(source: Source, field: str, start: int, end: int | None) -> Iterator[Piece]:

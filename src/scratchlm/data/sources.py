@@ -1,4 +1,4 @@
-"""Where text comes from: files, directories, globs and stdin, found, named and checked.
+"""Text sources: files, directories, globs and stdin, resolved and validated.
 
 A source is a text file, a JSON Lines file or a Parquet file; text and JSON Lines may be gzipped.
 What is not readable as such is refused with one line that names the file and the place.
@@ -99,7 +99,7 @@ def _source(path: str, kind: str | None) -> Source:
 
 @dataclass(frozen=True)
 class Checked:
-    """What one pass over a source's bytes tells."""
+    """The result of one pass over a source's bytes."""
 
     sha256: str
     holds_marker: bool
@@ -138,7 +138,7 @@ class Utf8:
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
 
     def decode(self, chunk: bytes, final: bool = False) -> str:
-        """Decode the next bytes; a character cut in two waits for its rest."""
+        """Decode the next bytes; an incomplete character is kept for the next call."""
         if (nul := chunk.find(0)) >= 0:
             raise ScratchLMError(
                 f"{self.name}: byte {self.offset + nul:,} is NUL: this is no text file"

@@ -1,4 +1,4 @@
-"""Training or validation: a split that does not leak.
+"""The train/validation split, without leakage.
 
 By document: a document goes to the validation side where a hash of its beginning, read as a
 fraction of 2^64, falls below `val_fraction`:
@@ -29,5 +29,5 @@ def side_of(head: str, val_fraction: float) -> str:
 
 
 def tail_cut(count: int, val_fraction: float) -> int:
-    """Say how many of `count` ids of one long document train."""
+    """Return how many of `count` ids of one long document are for training."""
     return int(count * (1 - val_fraction))

@@ -10,7 +10,6 @@ an error that can be said in one line. It costs a microsecond or two per window 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 
 FORMAT_VERSION = 1
@@ -116,7 +116,7 @@ def token_paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Return the data and the sidecar of a token file named with or without `.bin`."""
     path = Path(path)
     stem = path.with_suffix("") if path.suffix in (".bin", ".json") else path
-    return stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".json")
+    return stem.parent / f"{stem.name}.bin", stem.parent / f"{stem.name}.json"
 
 
 def read_sidecar(path: str | os.PathLike[str]) -> TokenFileInfo:
@@ -297,31 +297,3 @@ def write_token_file(
     write_atomically(data, array.data)
     write_atomically(sidecar, info.to_json().encode())
     return info
-
-
-def write_atomically(path: Path, data: bytes | memoryview, folder: Path | None = None) -> None:
-    """Write a file so that a crash leaves either the old one or the whole new one.
-
-    It is written in `folder`, by default beside the file, and renamed into place.
-    """
-    beside = (folder or path.parent) / f".{path.name}.{os.getpid()}.partial"
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside a directory survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,11 +18,11 @@ from scratchlm.errors import ScratchLMError
 
 
 def main() -> None:
-    """Answer every part with its counts or with an error."""
+    """Answer every part with its counts or an error."""
     from scratchlm.tokenizer import load_tokenizer
 
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints must not talk into the answers
+    os.dup2(2, 1)  # anything else that prints must not mix with the answers
     parent = os.getppid()
     setup = json.loads(sys.stdin.readline())
     options = EncodeOptions(**setup["options"])
@@ -35,7 +35,7 @@ def main() -> None:
                 tokenizer,
                 options,
                 Path(request["path"]),
-                between_pieces=lambda: _leave_if_orphaned(parent),
+                between_pieces=lambda: _exit_if_orphaned(parent),
             )
             answer: dict[str, object] = {"counts": asdict(counts)}
         except (ScratchLMError, ValueError, TypeError) as error:
@@ -46,7 +46,7 @@ def main() -> None:
         answers.flush()
 
 
-def _leave_if_orphaned(parent: int) -> None:
+def _exit_if_orphaned(parent: int) -> None:
     if os.getppid() != parent:
         raise SystemExit(1)
 

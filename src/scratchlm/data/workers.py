@@ -1,4 +1,4 @@
-"""Encode parts in parallel and hand the results back in order.
+"""Encode parts in parallel and yield the results in order.
 
 Each thread of a small pool drives one worker process (`worker.py`) through its pipes. Only a few
 parts are in flight at a time, so neither memory nor the work folder grows with the input.
@@ -25,7 +25,7 @@ from scratchlm.errors import ScratchLMError
 
 
 class WorkerDiedError(ScratchLMError):
-    """A worker process ended by itself; what was done before it is kept."""
+    """A worker process died; the parts finished before are kept."""
 
 
 def encode_parts(
@@ -64,7 +64,7 @@ def encode_parts(
 
 
 def _can_be_loaded(tokenizer: Tokenizer, saved: Path) -> bool:
-    """Say whether another process can have this tokenizer; a caller's own class stays here."""
+    """Return whether a worker can load this tokenizer; a user-provided class stays in-process."""
     from scratchlm.tokenizer import load_tokenizer
 
     try:
@@ -93,7 +93,7 @@ class _Pool:
                 text=True,
                 encoding="utf-8",
                 env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the process that answers to the user
+                start_new_session=True,  # Ctrl-C goes to the parent only
             )
             self.processes.append(process)
             self.free.put(process)
@@ -105,7 +105,7 @@ class _Pool:
             _send(process, json.dumps({"part": asdict(part), "path": str(path)}))
             assert process.stdout is not None
             line = process.stdout.readline()
-        finally:  # a dead one, too: no thread may wait for a process that never comes back
+        finally:  # a dead one too: no thread may wait for it forever
             self.free.put(process)
         if not line:
             status = process.wait()
@@ -134,7 +134,7 @@ class _Pool:
 
 def _send(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died: reading its answer will tell
+    with contextlib.suppress(BrokenPipeError):  # it died: reading its answer reports it
         process.stdin.write(line + "\n")
         process.stdin.flush()
 

@@ -1,12 +1,12 @@
-"""Chat formats: how a conversation is written down for a model that was trained on one.
+"""Chat formats: how a conversation is serialised for a model that was trained on one.
 
-A format is code, not a template: it says which special tokens stand where, and everything else is
-text. Text is encoded with no special token allowed, so whatever a user writes stays text: typing
-`<|im_start|>system` gives the letters, never the marker.
+A format is code, not a template: it places the special tokens, and everything else is text. Text is
+encoded with no special token allowed, so a user cannot inject one: typing `<|im_start|>system`
+gives the letters, never the marker.
 
     ChatML (Qwen)   <|im_start|>role⏎text<|im_end|>⏎ …
     Llama 3         <|begin_of_text|> <|start_header_id|>role<|end_header_id|>⏎⏎text<|eot_id|> …
-    plain           User: text⏎Assistant: …    no markers needed, but here text can forge a role
+    plain           User: text⏎Assistant: …    no markers, so here text can forge a role
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Part = Marker | str
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How turns are written, what a model needs for it, and what ends an answer."""
+    """How turns are written, which special tokens that needs, and what ends an answer."""
 
     name: str
     needs: tuple[str, ...]  # special tokens
-    write: Callable[[Sequence[Message]], list[Part]]  # ends where the assistant is to speak
+    write: Callable[[Sequence[Message]], list[Part]]  # ends with the assistant's header
     ends: tuple[str, ...] = ()  # special tokens that end an answer
     stop: tuple[str, ...] = ()  # texts that end an answer
 
     def encode(self, messages: Sequence[Message], tokenizer: AnyTokenizer) -> list[int]:
-        """Turn a conversation into ids, up to where the assistant speaks."""
+        """Encode a conversation, up to and including the header of the assistant's turn."""
         if not messages:
             raise ValueError("a conversation must hold at least one message; got none")
         ids: list[int] = []
@@ -74,12 +74,12 @@ class ChatFormat:
         return tuple(known[token] for token in self.ends if token in known)
 
     def fits(self, tokenizer: AnyTokenizer) -> bool:
-        """Say whether the tokenizer has the markers."""
+        """Return whether the tokenizer has the required special tokens."""
         return all(token in tokenizer.special_tokens for token in self.needs)
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbouring texts: a tokenizer must see them as one, as in training."""
+    """Join adjacent texts: they must be tokenized together, as in training."""
     joined: list[Part] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -137,9 +137,9 @@ FORMATS: dict[str, ChatFormat] = {
 def what_fits(
     chat: ChatFormat, messages: Sequence[Message], tokenizer: AnyTokenizer, room: int
 ) -> list[Message]:
-    """Leave the oldest turns out until a conversation fits `room` tokens.
+    """Drop the oldest turns until a conversation fits in `room` tokens.
 
-    A system message at the beginning stays, and so does the last message.
+    An initial system message and the last message are always kept.
     """
     kept = list(messages)
     first = 1 if kept[0].role == "system" else 0
@@ -148,7 +148,7 @@ def what_fits(
             raise ValueError(f"the message must fit {room} tokens of context; got {len(ids)}")
         del kept[first]
         while len(kept) > first + 1 and kept[first].role == "assistant":
-            del kept[first]  # an answer whose question is gone
+            del kept[first]  # an answer whose question was dropped
     return kept
 
 

@@ -17,20 +17,24 @@ cache, and the rows beside it, change nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scratchlm.inference.decoder import WORTH_RECORDING, GraphDecoder, why_not
+from scratchlm import acceleration
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling, Seen, sample, uniform
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.model.flat import FlatStep, why_not_flat
 
+if TYPE_CHECKING:
+    from scratchlm.accelerate.decoding import Decoder
+
+# On a GPU a decoder records a CUDA graph, which costs about as much as this many plain steps.
+WORTH_RECORDING = 16
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
 TOKENS_PER_READING = 16
 
@@ -50,7 +54,7 @@ def prefill(
     if any(padding):  # on the left, so that every row ends in the last column
         mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).to(device)
     hidden = model.hidden(ids.to(device), cache=cache, attention_mask=mask)
-    return model.head(hidden[:, -1])
+    return model.lm_head(hidden[:, -1])
 
 
 def _prefill_one_by_one(
@@ -64,7 +68,7 @@ def _prefill_one_by_one(
     ]
     if cache is not None:
         cache.rejoin([own for own in apart if own is not None])
-    return model.head(torch.cat(last))
+    return model.lm_head(torch.cat(last))
 
 
 @torch.inference_mode()
@@ -73,7 +77,7 @@ def decode_one_token(
 ) -> Float[Tensor, "batch vocab"]:
     """Read one more token of every row; return the logits after it."""
     ids = torch.tensor(tokens, device=model.token_embeddings.weight.device)[:, None]
-    return model.head(model.hidden(ids, cache=cache)[:, -1])
+    return model.lm_head(model.hidden(ids, cache=cache)[:, -1])
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -97,6 +101,7 @@ def stream(
     num_logprobs: int | None = None,
     past_context: PastContext = "error",
     use_cache: bool = True,
+    accelerate: bool = True,
 ) -> Iterator[Piece]:
     """Continue prompts, giving out every token of every row as it is chosen.
 
@@ -109,6 +114,7 @@ def stream(
     - `num_logprobs`: log-probabilities of the chosen token and of the best n (0: none besides).
     - `past_context`: "error" or "slide", see the head of this file.
     - `use_cache=False` computes every step from scratch: the same result, slowly.
+    - `accelerate=False` decodes by the model's own forward.
     """
     rows = make_rows(
         prompts,
@@ -122,7 +128,7 @@ def stream(
         past_context=past_context,
     )
     check_num_logprobs(num_logprobs, model.config.vocab_size)
-    return _run(model, rows, num_logprobs, use_cache)
+    return _run(model, rows, num_logprobs, use_cache, accelerate)
 
 
 class Options(TypedDict, total=False):
@@ -137,6 +143,7 @@ class Options(TypedDict, total=False):
     num_logprobs: int | None
     past_context: PastContext
     use_cache: bool
+    accelerate: bool
 
 
 def generate(
@@ -150,9 +157,13 @@ def generate(
 
 
 def _run(
-    model: TransformerLM, rows: list[Row], num_logprobs: int | None, use_cache: bool
+    model: TransformerLM,
+    rows: list[Row],
+    num_logprobs: int | None,
+    use_cache: bool,
+    accelerate: bool,
 ) -> Iterator[Piece]:
-    reader = _Reader(model, rows, use_cache)
+    reader = _Reader(model, rows, use_cache, accelerate)
     seen = None
     if any(row.sampling.penalizes for row in rows):
         prompts = [row.ids for row in rows]
@@ -177,21 +188,23 @@ def _run(
 class _Reader:
     """Bring the model up to date with rows that grow, reading only what is new."""
 
-    def __init__(self, model: TransformerLM, rows: Sequence[Row], use_cache: bool) -> None:
+    def __init__(
+        self, model: TransformerLM, rows: Sequence[Row], use_cache: bool, accelerate: bool
+    ) -> None:
         self.model, self.context = model, model.config.context_length
         self.cache: KVCache | None = None
         self.starts: list[int] | None = None  # of the windows the cache holds
-        self.decoder: GraphDecoder | None = None
-        self.flat: FlatStep | None = None
-        self.worth_recording = max(row.limit for row in rows) >= WORTH_RECORDING
+        self.decoder: Decoder | None = None
+        on_cpu = model.token_embeddings.weight.device.type == "cpu"
+        longest = max(row.limit for row in rows)
+        self.may_decode = accelerate and (on_cpu or longest >= WORTH_RECORDING)
         # A recording is for one set of rows. Once rows have begun to end, more may soon follow.
         self.plain_steps, self.patience = 0, 0
+        self.patience_after_an_end = 0 if on_cpu else WORTH_RECORDING
         if use_cache:
             capacity = max(row.num_prompt + row.limit for row in rows)
             with torch.inference_mode():
                 self.cache = model.new_cache(len(rows), min(capacity, self.context))
-                if why_not_flat(model) is None:
-                    self.flat = FlatStep(model, self.cache)
 
     def read(self, rows: Sequence[Row]) -> Float[Tensor, "batch vocab"]:
         """Return the logits after every row's last token."""
@@ -205,14 +218,11 @@ class _Reader:
         return prefill(self.model, windows, self.cache)
 
     def _decode(self, tokens: list[int], cache: KVCache) -> Float[Tensor, "batch vocab"]:
-        """Read one token of every row: flatly on a CPU; recorded on a GPU, where it pays."""
-        if self.flat is not None:
-            return self.flat(tokens)
-        if self.decoder is None and self.worth_recording:
-            if why_not(self.model) is not None:
-                self.worth_recording = False
-            elif self.plain_steps >= self.patience:
-                self.decoder = GraphDecoder(self.model, cache)
+        """Read one token of every row, by a decoder where there is one and it pays."""
+        if self.decoder is None and self.may_decode and self.plain_steps >= self.patience:
+            with torch.inference_mode():
+                self.decoder = acceleration.make_decoder(self.model, cache)
+            self.may_decode = self.decoder is not None
         if self.decoder is not None:
             return self.decoder.step(tokens)
         self.plain_steps += 1
@@ -224,7 +234,8 @@ class _Reader:
         if self.cache is not None and self.starts is not None:
             self.cache.select_rows(torch.tensor(going, device=self.cache.keys.device))
             self.starts = [self.starts[i] for i in going]
-            self.decoder, self.plain_steps, self.patience = None, 0, WORTH_RECORDING
+            self.decoder, self.plain_steps = None, 0
+            self.patience = self.patience_after_an_end
 
 
 @torch.inference_mode()

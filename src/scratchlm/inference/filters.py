@@ -1,8 +1,8 @@
 """Filters on logits: each a small pure function from (batch, vocab) to (batch, vocab).
 
-A filter either shifts logits (bias, penalties, temperature) or sets those of refused tokens to −∞.
-None changes its input. Where tokens tie, the lower id comes first, so that every filter keeps a
-definite set: `top_k(logits, 1)` is greedy, always.
+A filter either shifts logits (bias, penalties, temperature) or masks tokens with −∞. None changes
+its input. On ties the lower id comes first, so every filter is deterministic: `top_k(logits, 1)` is
+always greedy.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ def frequency_penalty(logits: Logits, counts: Counts, penalty: float) -> Logits:
 
 
 def temperature(logits: Logits, value: float) -> Logits:
-    """x_i / T; at T = 0, its limit: only the greatest logit remains."""
+    """x_i / T; at T = 0 its limit, greedy: only the argmax remains."""
     if value == 0:
         return greedy(logits)
     return logits / value
 
 
 def greedy(logits: Logits) -> Logits:
-    """Keep the greatest logit, the first of equals."""
+    """Keep the argmax, the lowest id on ties."""
     best = logits.argmax(dim=-1, keepdim=True)
     return torch.full_like(logits, -math.inf).scatter(1, best, logits.gather(1, best))
 
 
 def top_k(logits: Logits, k: int) -> Logits:
-    """Keep the k greatest logits."""  # arXiv:1805.04833, section 5.4
+    """Keep the k largest logits."""  # arXiv:1805.04833, section 5.4
     if k >= logits.shape[-1]:
         return logits
-    greatest = logits.topk(k, dim=-1).values
-    return _keep(logits, _best(logits, greatest, torch.full_like(greatest[:, :1], k)))
+    largest = logits.topk(k, dim=-1).values
+    return _keep(logits, _top_mask(logits, largest, torch.full_like(largest[:, :1], k)))
 
 
 def top_p(logits: Logits, p: float) -> Logits:
-    """Keep the smallest set of the most probable tokens whose mass reaches p."""
+    """Keep the nucleus: the smallest set of most probable tokens whose mass reaches p."""
     # arXiv:1904.09751, section 3.1
     probability = logits.softmax(dim=-1)
     ranked = probability.sort(dim=-1, descending=True).values
-    return _keep(logits, _best(probability, ranked, _needed(ranked, p)))
+    return _keep(logits, _top_mask(probability, ranked, _nucleus_size(ranked, p)))
 
 
 def min_p(logits: Logits, p: float) -> Logits:
@@ -81,33 +81,35 @@ def min_p(logits: Logits, p: float) -> Logits:
 
 
 def typical(logits: Logits, mass: float) -> Logits:
-    """Keep the tokens whose surprise −log p_i is nearest the entropy H, until `mass` is reached."""
+    """Keep the tokens whose surprisal −log p_i is nearest the entropy H, up to `mass`."""
     # arXiv:2202.00666, eq. 10
     log_probability = logits.log_softmax(dim=-1)
     probability = log_probability.exp()
-    surprise = -log_probability
-    entropy = (probability * surprise.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
-    nearness = -(surprise - entropy).abs()
+    surprisal = -log_probability
+    entropy = (probability * surprisal.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
+    nearness = -(surprisal - entropy).abs()
     ranked, order = nearness.sort(dim=-1, descending=True, stable=True)
-    return _keep(logits, _best(nearness, ranked, _needed(probability.gather(-1, order), mass)))
+    return _keep(
+        logits, _top_mask(nearness, ranked, _nucleus_size(probability.gather(-1, order), mass))
+    )
 
 
-def _needed(ranked: Float[Tensor, "batch vocab"], mass: float) -> Float[Tensor, "batch 1"]:
-    """Count the first tokens it takes until their probabilities sum to `mass`; at least one."""
-    before = ranked.cumsum(dim=-1) - ranked  # what the tokens ahead hold already
+def _nucleus_size(ranked: Float[Tensor, "batch vocab"], mass: float) -> Float[Tensor, "batch 1"]:
+    """Count the first tokens whose probabilities sum to at least `mass`; at least one."""
+    before = ranked.cumsum(dim=-1) - ranked  # mass of the tokens ranked higher
     return (before < mass).sum(dim=-1, keepdim=True).clamp(min=1).to(ranked.dtype)
 
 
-def _best(
+def _top_mask(
     score: Float[Tensor, "batch vocab"],
     ranked: Float[Tensor, "batch ranks"],
-    how_many: Float[Tensor, "batch 1"],
+    count: Float[Tensor, "batch 1"],
 ) -> Bool[Tensor, "batch vocab"]:
-    """Mark the `how_many` best scores, given in descending order too; of equals the lower ids."""
-    last = ranked.gather(1, how_many.long() - 1)  # the worst score that is still in
-    above, equal = score > last, score == last
-    room = how_many - above.sum(dim=-1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=-1) <= room))
+    """Mark the `count` highest scores; on ties the lower ids. `ranked` is `score`, sorted."""
+    last = ranked.gather(1, count.long() - 1)  # the lowest score that is kept
+    greater, equal = score > last, score == last
+    ties_kept = count - greater.sum(dim=-1, keepdim=True)
+    return greater | (equal & (equal.cumsum(dim=-1) <= ties_kept))
 
 
 def _keep(logits: Logits, kept: Bool[Tensor, "batch vocab"]) -> Logits:

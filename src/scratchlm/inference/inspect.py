@@ -1,9 +1,8 @@
-"""Looking into a model: what it would say next, and what each head looks at."""
+"""Inspection: next-token probabilities, and the attention weights of every head."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from scratchlm.model import MultiHeadSelfAttention, TransformerLM
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token the model might say next."""
+    """A candidate for the next token."""
 
     token_id: int
     text: str
@@ -38,7 +37,7 @@ def next_tokens(
     best: int = 10,
     temperature: float = 1.0,
 ) -> list[Candidate]:
-    """Return the likeliest next tokens after one prompt, with softmax(logits / temperature)."""
+    """Return the most likely next tokens after one prompt, with softmax(logits / temperature)."""
     rows = prompt_rows(prompt, tokenizer, model.config.vocab_size)
     if len(rows) != 1:
         raise ValueError(f"next tokens are shown for one prompt at a time; got {len(rows)}")
@@ -75,24 +74,24 @@ def attention_weights(
 ) -> Float[Tensor, "layers heads query key"]:
     """Return softmax(Q Kᵀ / √d_head) of every layer and head for one row of tokens.
 
-    The model itself is left alone: a copy of its structure, sharing its weights, runs with an
-    attention that also writes down the weights, by the formula.
+    The model is left unchanged: a structural copy that shares its weights runs with an attention
+    op that also records the weights, by the formula.
     """
     rows = prompt_rows([list(token_ids)], None, model.config.vocab_size)
-    noted: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        noted.append(_weights(q, k, mask)[0])
-        mixed: Tensor = model.ops.attention(q, k, v, mask)
-        return mixed
+        recorded.append(_weights(q, k, mask)[0])
+        attn_out: Tensor = model.ops.attention(q, k, v, mask)
+        return attn_out
 
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     observed = copy.deepcopy(model, shared)
     for module in observed.modules():
         if isinstance(module, MultiHeadSelfAttention):
-            module.ops = dataclasses.replace(module.ops, attention=attention)
+            module.ops = module.ops.replace(attention=attention)
     prefill(observed, rows)
-    return torch.stack(noted)
+    return torch.stack(recorded)
 
 
 def _weights(

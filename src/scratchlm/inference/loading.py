@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scratchlm import checkpoint
+from scratchlm import acceleration, checkpoint
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
 from scratchlm.interop import is_hf_directory, read_hf
-from scratchlm.model import TransformerBlock, TransformerLM
+from scratchlm.model import TransformerLM
 from scratchlm.tokenizer import load_tokenizer
+
+Build = Callable[[ModelConfig, torch.dtype], TransformerLM]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Loaded:
     source: Path  # the directory the weights came from
     eos_ids: tuple[int, ...] = ()  # the tokens that end a text
     tokenizer_problem: str = "the model came without a tokenizer"
+    accelerate: bool = True  # whether generation is to use the decoders
 
     def need_tokenizer(self) -> AnyTokenizer:
         """Return the tokenizer, or say in one line why there is none."""
@@ -49,38 +53,48 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     ops: Any = "fast",
+    accelerate: bool = True,
     warn: Callable[[str], None] | None = None,
 ) -> Loaded:
     """Load a run's newest whole checkpoint, a checkpoint, or a Hugging Face directory.
 
     `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
-    were passed over.
+    were passed over. `accelerate=False` leaves the model plain.
     """
-    path = Path(path)
+    path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
     if not path.exists():
         raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
+    return replace(_load(path, dtype, build, warn), accelerate=accelerate)
+
+
+def _load(
+    path: Path,
+    dtype: torch.dtype | None,
+    build: Build,
+    warn: Callable[[str], None] | None,
+) -> Loaded:
     if checkpoint.is_checkpoint(path):
         checkpoint.verify_checkpoint(path)
-        return _load_ours(path, device, dtype, ops)
+        return _load_ours(path, dtype, build)
     if checkpoint.find_checkpoints(path):
         newest = checkpoint.newest_valid(path, warn)
         if newest is None:
             raise ScratchLMError(f"{path}: the run has no whole checkpoint")
-        return _load_ours(newest, device, dtype, ops)
+        return _load_ours(newest, dtype, build)
     if is_hf_directory(path):
-        return _load_hf(path, device, dtype, ops)
+        return _load_hf(path, dtype, build)
     raise ScratchLMError(
         f"{path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face directory"
     )
 
 
-def _load_ours(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Loaded:
+def _load_ours(path: Path, dtype: torch.dtype | None, build: Build) -> Loaded:
     config = checkpoint.read_config(path)
     stored = checkpoint.iter_tensors(path / checkpoint.MODEL)
     first = next(stored, None)
     if first is None:
         raise ScratchLMError(f"{path / checkpoint.MODEL}: holds no tensors")
-    model = _empty_model(config, device, dtype or first[1].dtype, ops)
+    model = build(config, dtype or first[1].dtype)
     _fill(model.state_dict(), chain([first], stored), path / checkpoint.MODEL)
     tokenizer, problem = _tokenizer_in(path)
     imported = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
@@ -88,22 +102,24 @@ def _load_ours(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> 
     return Loaded(model, tokenizer, config, path, eos_ids, problem)
 
 
-def _load_hf(path: Path, device: Any, dtype: torch.dtype | None, ops: Any) -> Loaded:
+def _load_hf(path: Path, dtype: torch.dtype | None, build: Build) -> Loaded:
     source = read_hf(path)
-    model = _empty_model(source.config, device, dtype or source.dtype, ops)
+    model = build(source.config, dtype or source.dtype)
     source.load_into(model.state_dict())
     tokenizer, problem = _tokenizer_in(path)
     eos_ids = source.eos_token_ids or default_eos_ids(tokenizer)
     return Loaded(model, tokenizer, source.config, path, eos_ids, problem)
 
 
-def _empty_model(config: ModelConfig, device: Any, dtype: torch.dtype, ops: Any) -> TransformerLM:
+def _empty_model(
+    config: ModelConfig, dtype: torch.dtype, *, device: Any, ops: Any, accelerate: bool
+) -> TransformerLM:
     """Build a model whose weights have memory but no values; drawing them would be in vain."""
     model = TransformerLM(config, ops, device="meta", dtype=dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    for layer in model.layers:
-        assert isinstance(layer, TransformerBlock)
-        layer.lay_weights_side_by_side()
+    if accelerate:
+        acceleration.join_weights(model)
+        acceleration.accelerate(model)
     return model
 
 

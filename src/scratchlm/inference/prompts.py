@@ -1,4 +1,4 @@
-"""What a caller may hand in as a prompt, turned into rows of token ids."""
+"""Prompts (texts, ids, tensors) converted to rows of token ids."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _row(item: object, tokenizer: AnyTokenizer | None) -> list[int]:
 def encode_prompt(tokenizer: AnyTokenizer, text: str) -> list[int]:
     """Encode a text to be continued.
 
-    What the tokenizer's own template puts before a text (Llama's begin-of-text) is put there. A
-    text that gives no ids starts from end-of-text, where a new document starts in training.
+    The prefix of the tokenizer's template (Llama's begin-of-text) is prepended. A text that
+    encodes to no ids starts from end-of-text, as a new document does in training.
     """
     before = tokenizer.template[0] if isinstance(tokenizer, Tokenizer) else ()
     ids = [*before, *tokenizer.encode(text)]

@@ -1,4 +1,4 @@
-"""What a caller asks of `generate`, checked, as rows ready to grow."""
+"""The arguments of `generate`, checked and turned into one `Row` per prompt."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make_rows(
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; got none")
     ids = prompt_rows(prompts, tokenizer, config.vocab_size)
-    limits = room_for(ids, max_new_tokens, config.context_length, past_context)
-    samplings = _one_each(sampling, Sampling, len(ids), "sampling")
+    limits = generation_limits(ids, max_new_tokens, config.context_length, past_context)
+    samplings = _per_row(sampling, Sampling, len(ids), "sampling")
     for one in samplings:
         _check_bias(one, config.vocab_size)
     eos_ids = default_eos_ids(tokenizer) if eos_ids is None else eos_ids
@@ -54,12 +54,12 @@ def make_rows(
 
 
 def check_num_logprobs(wanted: int | None, vocab_size: int) -> None:
-    """Refuse a count of best tokens that the vocabulary cannot give."""
+    """Refuse a number of top log-probabilities larger than the vocabulary."""
     if wanted is not None and not 0 <= wanted <= vocab_size:
         raise ValueError(f"num_logprobs must lie in [0, {vocab_size}]; got {wanted}")
 
 
-def room_for(
+def generation_limits(
     prompts: list[list[int]], new: int | None, context: int, past_context: PastContext
 ) -> list[int]:
     """Return how many tokens each row may generate."""
@@ -85,10 +85,10 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         return [secrets.randbits(63) for _ in range(rows)]
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]
-    return _one_each(seed, int, rows, "seed")
+    return _per_row(seed, int, rows, "seed")
 
 
-def _one_each(given: object, kind: type, rows: int, name: str) -> list:  # type: ignore[type-arg]
+def _per_row(given: object, kind: type, rows: int, name: str) -> list:  # type: ignore[type-arg]
     """Return one value for every row, from one for all or one for each."""
     if isinstance(given, kind):
         return [given] * rows

@@ -1,4 +1,4 @@
-"""One row of a batch while it grows: its tokens, its text so far, and why it ended."""
+"""One row of a batch during generation: its tokens, its text so far, its finish reason."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural log-probability of a chosen token, and the best tokens it stood against.
+    """The natural log-probability of a chosen token, and those of the top candidates.
 
-    Of the model's own distribution: before temperature, penalties and filters.
+    Under the model's raw distribution: before temperature, penalties and filters.
     """
 
     token_id: int
@@ -28,7 +28,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step gave one row: a token, and the text that is now certain (possibly none)."""
+    """One step of one row: a token, and the text that is now final (possibly none)."""
 
     row: int
     token_id: int
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass
 class Generation:
-    """What a prompt was continued with.
+    """The continuation of one prompt.
 
     `token_ids` are all the tokens chosen, the end token included. `text` ends before the end token
     and before a stop string. `finish_reason`: "end" (an end token), "stop" (a stop string),
@@ -52,7 +52,7 @@ class Generation:
     finish_reason: FinishReason | None = None
 
     def add(self, piece: Piece) -> None:
-        """Take the next piece in."""
+        """Append the next piece."""
         self.token_ids.append(piece.token_id)
         self.text += piece.text
         self.finish_reason = piece.finish_reason
@@ -61,7 +61,7 @@ class Generation:
 
 
 class Row:
-    """A prompt, how it is to be continued, and what it was continued with so far."""
+    """A prompt, its sampling settings, and its continuation so far."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class Row:
 
     @property
     def step(self) -> int:
-        """How many tokens were generated."""
+        """The number of tokens generated so far."""
         return len(self.ids) - self.num_prompt
 
     def take(self, token: int, logprob: TokenLogprob | None) -> Piece:
-        """Add a token; return it with the text that may be shown."""
+        """Append a token; return it with the text that is now final."""
         self.ids.append(token)
         ended = token in self._eos_ids
         text = "" if ended else self._stop.push(self._decode(token))

@@ -1,14 +1,14 @@
-"""From logits to one token: the filters in order, and a draw that depends on nothing else.
+"""From logits to one token: the filters in order, and a draw by a counter-based RNG.
 
-Order: bias, repetition, presence, frequency (these shift); temperature; top-k, top-p, min-p,
-typical (these refuse tokens, each looking at what the ones before it left).
+Order: bias, repetition, presence, frequency (these shift logits); temperature; top-k, top-p,
+min-p, typical (these mask tokens, each applied to the result of the one before).
 
 A draw is a pure function of a row's seed and of how many tokens the row has generated,
 
     u = hash(seed, step) ∈ [0, 1),    token = the first i with p_0 + … + p_i > u,
 
-so a row's result does not depend on its neighbours, on padding, or on the cache, and needs no
-generator's state to be kept. Probabilities are float64.
+so a row's result does not depend on the rest of the batch, on padding, or on the cache, and there
+is no RNG state to keep. Probabilities are float64.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether what was said before changes what is said next."""
+        """Whether earlier tokens change the logits of later ones."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -89,7 +89,7 @@ class Sampling:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the choice is the greatest logit as the model gives it."""
+        """Whether the choice is the argmax of the model's raw logits."""
         return self.temperature == 0 and not self.penalizes and not self.logit_bias
 
 
@@ -99,14 +99,14 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Seen:
-    """How often each token stands in a row's prompt and in its answer."""
+    """Token counts of each row's prompt and of its answer."""
 
     prompt: filters.Counts
     answer: filters.Counts
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Seen:
-        """Count the prompts' tokens; no answer has begun."""
+        """Count the prompts' tokens; all answers are empty."""
         prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.long, device=device)
         for row, ids in zip(prompt, prompts, strict=True):
             row += torch.tensor(ids, device=device).bincount(minlength=vocab_size)
@@ -126,14 +126,14 @@ class Seen:
 def filtered(
     logits: Float[Tensor, "batch vocab"], sampling: Sampling, seen: Seen | None = None
 ) -> Float[Tensor, "batch vocab"]:
-    """Apply every filter that is on, in the order above; refused tokens come out as −∞."""
+    """Apply every filter that is on, in the order above; masked tokens come out as −∞."""
     x = filters.logit_bias(logits.double(), sampling.logit_bias)
     if sampling.penalizes:
         if seen is None:
             raise ValueError("penalties need the tokens seen so far; got none")
         if sampling.repetition_penalty != 1:
-            told = (seen.prompt + seen.answer) > 0
-            x = filters.repetition_penalty(x, told, sampling.repetition_penalty)
+            seen_mask = (seen.prompt + seen.answer) > 0
+            x = filters.repetition_penalty(x, seen_mask, sampling.repetition_penalty)
         if sampling.presence_penalty != 0:
             x = filters.presence_penalty(x, seen.answer, sampling.presence_penalty)
         if sampling.frequency_penalty != 0:
@@ -157,13 +157,13 @@ def uniform(seed: int, step: int) -> float:
 
 
 def draw(probability: Float[Tensor, "batch vocab"], numbers: Sequence[float]) -> list[int]:
-    """Invert each row's distribution function at its number in [0, 1)."""
-    reached = probability.double().cumsum(dim=-1)
-    total = reached[:, -1:]
+    """Invert each row's CDF at its number in [0, 1)."""
+    cdf = probability.double().cumsum(dim=-1)
+    total = cdf[:, -1:]
     target = torch.tensor(numbers, dtype=torch.float64, device=total.device)[:, None] * total
-    # Rounding must not carry the target to the total: behind it there is no token.
+    # Rounding must not carry the target to the total: there is no token beyond it.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    chosen: list[int] = torch.searchsorted(reached, target, right=True)[:, 0].tolist()
+    chosen: list[int] = torch.searchsorted(cdf, target, right=True)[:, 0].tolist()
     return chosen
 
 
@@ -173,26 +173,26 @@ def sample(
     numbers: Sequence[float],
     seen: Seen | None = None,
 ) -> list[int]:
-    """Choose one token for every row; `numbers` are its rows' draws from `uniform`."""
+    """Choose one token for every row; `numbers` are the rows' draws from `uniform`."""
     if sampling.is_plain_greedy:
-        return _greatest(logits)
+        return _argmax(logits)
     x = filtered(logits, sampling, seen)
     if sampling.temperature == 0:
-        return _greatest(x)
+        return _argmax(x)
     probability = x.softmax(dim=-1)
     if not bool(probability.isfinite().all()):
-        raise ValueError(_NOTHING_TO_CHOOSE)
+        raise ValueError(_NO_VALID_TOKEN)
     return draw(probability, numbers)
 
 
-_NOTHING_TO_CHOOSE = (
+_NO_VALID_TOKEN = (
     "the logits leave nothing to choose from: one is NaN or +∞, or every token is forbidden"
 )
 
 
-def _greatest(logits: Float[Tensor, "batch vocab"]) -> list[int]:
-    values, ids = logits.max(dim=-1)  # the first of equals; NaN if there is one
+def _argmax(logits: Float[Tensor, "batch vocab"]) -> list[int]:
+    values, ids = logits.max(dim=-1)  # the lowest id on ties; NaN if there is one
     if not all(map(math.isfinite, values.tolist())):
-        raise ValueError(_NOTHING_TO_CHOOSE)
+        raise ValueError(_NO_VALID_TOKEN)
     chosen: list[int] = ids.tolist()
     return chosen

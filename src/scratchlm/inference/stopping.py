@@ -1,6 +1,6 @@
-"""Text as it may be shown: cut at a stop string, never showing part of one that completes.
+"""Stop strings in streamed text: the output ends before the first, and never shows part of one.
 
-A tail of the text that could still become a stop string is held back until it is decided.
+A suffix of the text that could still become a stop string is held back until that is decided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StopStrings:
         self._held += text
         hits = [(self._held.find(s), s) for s in self.strings if s in self._held]
         if hits:
-            # The first to complete, so that it does not matter in what pieces the text came.
+            # The first to complete, so that the result does not depend on how the text is chunked.
             at, self.found = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             shown, self._held = self._held[:at], ""
             return shown
@@ -44,7 +44,7 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """Return how long an end of `text` is a beginning of `string`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `string`."""
     for size in range(min(len(text), len(string) - 1), 0, -1):
         if text.endswith(string[:size]):
             return size

@@ -26,7 +26,7 @@ __all__ = [
     "write_hf",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "HFCheckpoint": "reading",
     "is_hf_directory": "reading",
     "read_hf": "reading",
@@ -37,6 +37,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""`ModelConfig` → config.json: the family that can say a model, or why none can."""
+"""`ModelConfig` → config.json: the family that can represent a model, or why none can."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scratchlm.interop.hf_rope import write_rope
 from scratchlm.interop.keys import FAMILIES
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
-# What OLMo's norm divides by; its config has no word for it.
+# The epsilon of OLMo's norm, which its config does not hold.
 _OLMO_EPS = 1e-5
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Write the config.json of the family that can say this model; refuse if none can."""
+    """Write the config.json of the family that can represent this model; refuse if none can."""
     model_type = family_of(config)
     table = {
         "architectures": [FAMILIES[model_type].architecture],
@@ -33,12 +33,12 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
     }
     if model_type == "gpt2":
-        return table | _gpt2_words(config)
-    return table | _llama_words(config) | _own_words(config, model_type)
+        return table | _gpt2_fields(config)
+    return table | _llama_fields(config) | _family_fields(config, model_type)
 
 
 def family_of(config: ModelConfig) -> str:
-    """Return the `model_type` that can say this model; say what stands in the way of all."""
+    """Return the `model_type` that can represent this model, or raise the reason why none can."""
     if config.norm_placement != "pre":
         raise _no_family(f"norm_placement is {config.norm_placement!r}")
     match config.positions, config.norm, config.ffn:
@@ -114,10 +114,10 @@ def _olmo(config: ModelConfig) -> str:
 
 
 def _no_family(why: str) -> ScratchLMError:
-    return ScratchLMError(f"no Hugging Face family can say this model: {why}")
+    return ScratchLMError(f"no Hugging Face family can represent this model: {why}")
 
 
-def _gpt2_words(config: ModelConfig) -> dict[str, Any]:
+def _gpt2_fields(config: ModelConfig) -> dict[str, Any]:
     assert isinstance(config.ffn, MLP)
     assert isinstance(config.norm, LayerNorm)
     return {
@@ -131,8 +131,8 @@ def _gpt2_words(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llama_words(config: ModelConfig) -> dict[str, Any]:
-    words = {
+def _llama_fields(config: ModelConfig) -> dict[str, Any]:
+    fields = {
         "max_position_embeddings": config.context_length,
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
@@ -144,32 +144,32 @@ def _llama_words(config: ModelConfig) -> dict[str, Any]:
         **write_rope(config),
     }
     if isinstance(config.norm, RMSNorm):
-        words["rms_norm_eps"] = config.norm.eps
-    return words
+        fields["rms_norm_eps"] = config.norm.eps
+    return fields
 
 
-def _own_words(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Write what only this family says."""
-    attention, words = config.attention, dict[str, Any]()
+def _family_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Write the fields that only some families have."""
+    attention, fields = config.attention, dict[str, Any]()
     if model_type in ("llama", "olmo", "qwen3", "qwen3_moe"):
-        words["attention_bias"] = attention.bias == "all"
+        fields["attention_bias"] = attention.bias == "all"
     if model_type == "llama":
         assert isinstance(config.ffn, SwiGLU)
-        words["mlp_bias"] = config.ffn.bias
+        fields["mlp_bias"] = config.ffn.bias
     if model_type in ("mistral", "mixtral"):
-        words["sliding_window"] = attention.sliding_window
+        fields["sliding_window"] = attention.sliding_window
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
-        words["use_sliding_window"] = attention.sliding_window is not None
-        words["sliding_window"] = attention.sliding_window
-        words["max_window_layers"] = 0 if words["use_sliding_window"] else config.num_layers
+        fields["use_sliding_window"] = attention.sliding_window is not None
+        fields["sliding_window"] = attention.sliding_window
+        fields["max_window_layers"] = 0 if fields["use_sliding_window"] else config.num_layers
     if isinstance(config.ffn, MoE):
         count = "num_local_experts" if model_type == "mixtral" else "num_experts"
-        words[count] = config.ffn.num_experts
-        words["num_experts_per_tok"] = config.ffn.experts_per_token
-        words["router_aux_loss_coef"] = config.ffn.load_balance_weight
+        fields[count] = config.ffn.num_experts
+        fields["num_experts_per_tok"] = config.ffn.experts_per_token
+        fields["router_aux_loss_coef"] = config.ffn.load_balance_weight
     if model_type == "qwen3_moe":
         assert isinstance(config.ffn, MoE)
-        words["moe_intermediate_size"] = config.d_ff
-        words["norm_topk_prob"] = config.ffn.renormalize
-        words["decoder_sparse_step"], words["mlp_only_layers"] = 1, []
-    return words
+        fields["moe_intermediate_size"] = config.d_ff
+        fields["norm_topk_prob"] = config.ffn.renormalize
+        fields["decoder_sparse_step"], fields["mlp_only_layers"] = 1, []
+    return fields

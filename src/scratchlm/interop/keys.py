@@ -1,4 +1,4 @@
-"""Our names and theirs, family by family: the tables everything else here follows.
+"""Our tensor names and theirs, family by family.
 
 `{i}` counts layers, `{e}` experts. A table lists every tensor a family can have; which of them a
 model has follows from its config. Where a family has been stored in more than one way, each way is
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scratchlm.interop.links import How, half, one_per_expert, ones, same, third, turned
+from scratchlm.interop.links import How, half, one_per_expert, ones, same, third, transposed
 
 
 @dataclass(frozen=True)
 class Key:
-    """Our name, their name, and how the one lies in the other."""
+    """Our name, their name, and how they map to each other."""
 
     ours: str
     theirs: str
@@ -33,12 +33,12 @@ class Family:
 
     architecture: str
     tables: tuple[Table, ...]
-    words: str
+    description: str
     head: str = "lm_head.weight"
     recomputed: tuple[str, ...] = field(default=())
 
 
-# Llama, and everyone who kept its names
+# Llama, and the families that share its names
 
 _TRUNK: Table = (
     Key("token_embeddings.weight", "model.embed_tokens.weight"),
@@ -112,13 +112,13 @@ def _gpt2(prefix: str) -> Table:
         Key("layers.{i}.attn.q_proj.bias", f"{block}.attn.c_attn.bias", third(0)),
         Key("layers.{i}.attn.k_proj.bias", f"{block}.attn.c_attn.bias", third(1)),
         Key("layers.{i}.attn.v_proj.bias", f"{block}.attn.c_attn.bias", third(2)),
-        Key("layers.{i}.attn.output_proj.weight", f"{block}.attn.c_proj.weight", turned),
+        Key("layers.{i}.attn.output_proj.weight", f"{block}.attn.c_proj.weight", transposed),
         Key("layers.{i}.attn.output_proj.bias", f"{block}.attn.c_proj.bias"),
         Key("layers.{i}.ln2.weight", f"{block}.ln_2.weight"),
         Key("layers.{i}.ln2.bias", f"{block}.ln_2.bias"),
-        Key("layers.{i}.ffn.w1.weight", f"{block}.mlp.c_fc.weight", turned),
+        Key("layers.{i}.ffn.w1.weight", f"{block}.mlp.c_fc.weight", transposed),
         Key("layers.{i}.ffn.w1.bias", f"{block}.mlp.c_fc.bias"),
-        Key("layers.{i}.ffn.w2.weight", f"{block}.mlp.c_proj.weight", turned),
+        Key("layers.{i}.ffn.w2.weight", f"{block}.mlp.c_proj.weight", transposed),
         Key("layers.{i}.ffn.w2.bias", f"{block}.mlp.c_proj.bias"),
         Key("ln_final.weight", f"{prefix}ln_f.weight"),
         Key("ln_final.bias", f"{prefix}ln_f.bias"),

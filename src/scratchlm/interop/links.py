@@ -1,10 +1,10 @@
-"""How a tensor of ours lies in the tensors of theirs: five ways, read in both directions.
+"""How a tensor of ours maps to theirs: six layouts, for reading and writing.
 
-A `Link` says: ours[at] = theirs[box], turned or not. Reading walks from the file's box into our
-memory, writing walks from our memory into the box; there is one description for both.
+A `Link` says: ours[at] = theirs[box], transposed or not. Reading copies from the file's box to our
+tensor, writing copies from our tensor to the box; there is one description for both.
 
     same             the same tensor
-    turned           GPT-2's Conv1D keeps (in, out) where a Linear keeps (out, in)
+    transposed       GPT-2's Conv1D keeps (in, out) where a Linear keeps (out, in)
     third(k)         GPT-2's c_attn keeps query, key and value side by side
     one_per_expert   a tensor for each expert, ours stacked: (experts, out, in)
     half(k)          all experts' gate and up projections in one: (experts, 2·d_ff, d_model)
@@ -21,14 +21,14 @@ from scratchlm.interop.shapes import Shape
 
 @dataclass(frozen=True)
 class Link:
-    """ours[at] = theirs[box], its two dimensions exchanged if `turned`."""
+    """ours[at] = theirs[box], transposed or not."""
 
     ours: str
     theirs: str
     their_shape: Shape
     box: tuple[tuple[int, int], ...]  # begin and end along each of their dimensions
     at: int | None = None  # which expert of ours; None: the whole tensor
-    turned: bool = False
+    transposed: bool = False
 
 
 # (our name, their name, our shape) -> the links
@@ -44,9 +44,9 @@ def same(ours: str, theirs: str, shape: Shape) -> Iterator[Link]:
     yield Link(ours, theirs, shape, _whole(shape))
 
 
-def turned(ours: str, theirs: str, shape: Shape) -> Iterator[Link]:
+def transposed(ours: str, theirs: str, shape: Shape) -> Iterator[Link]:
     """A matrix kept (in, out); a vector is the same either way."""
-    yield Link(ours, theirs, shape[::-1], _whole(shape[::-1]), turned=len(shape) == 2)
+    yield Link(ours, theirs, shape[::-1], _whole(shape[::-1]), transposed=len(shape) == 2)
 
 
 def third(k: int) -> How:
@@ -56,7 +56,7 @@ def third(k: int) -> How:
         *d_in, d_out = shape[::-1]
         columns = (k * d_out, (k + 1) * d_out)
         box = (*_whole(tuple(d_in)), columns)
-        yield Link(ours, theirs, (*d_in, 3 * d_out), box, turned=len(shape) == 2)
+        yield Link(ours, theirs, (*d_in, 3 * d_out), box, transposed=len(shape) == 2)
 
     return how
 

@@ -1,4 +1,4 @@
-"""Fit a directory's tensors to a family's table: every tensor accounted for, or all refused.
+"""Match a directory's tensors to a family's table: every tensor is accounted for, or refused.
 
 Decided on headers and config alone, before anything is allocated.
 """
@@ -29,7 +29,7 @@ class Plan:
 
 
 def plan_for(config: ModelConfig, table: Table) -> Plan:
-    """Lay out our tensors over a table's names."""
+    """Link our tensors to a table's names."""
     rows = {key.ours: key for key in table}
     shapes: dict[str, Shape] = {}
     links: dict[str, tuple[Link, ...]] = {}
@@ -87,7 +87,7 @@ def match(config: ModelConfig, family: Family, stored: Mapping[str, Stored], whe
 
 
 def _too_many(config: ModelConfig, table: Table, present: int) -> bool:
-    """Whether a table asks for far more tensors than there are: listing them would be work lost."""
+    """Whether a table has far more tensors than there are: listing them would be wasted work."""
     return num_tensors(config, table) > 16 * (present + len(table))
 
 
@@ -133,7 +133,7 @@ def _first(problems: list[str], limit: int = 4) -> str:
 
 
 def links_by_their_name(plan: Plan) -> Iterator[tuple[str, list[Link]]]:
-    """Yield each of their tensors with the links that make it up: the plan read backwards."""
+    """Yield each of their tensors with the links that make it up: the inverse of the plan."""
     groups: dict[str, list[Link]] = {}
     for links in plan.links.values():
         for link in links:

@@ -1,4 +1,4 @@
-"""Keys of config.json that leave the forward as it is, whatever they say.
+"""Keys of config.json that do not affect the forward pass.
 
 Training (dropout, initial values, jitter), generation, bookkeeping, labels of other heads, and
 storage. What is in no list and is not read is refused (see `hf_config`).
@@ -25,5 +25,5 @@ NEUTRAL_KEYS = frozenset(
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
     remove_invalid_values exponential_decay_length_penalty
-    """.split()  # noqa: SIM905 (a page of words, not of quotes)
+    """.split()  # noqa: SIM905 (more readable than a list of strings)
 )

@@ -1,7 +1,7 @@
-"""A Hugging Face directory as a stream of our tensors.
+"""Read a Hugging Face directory: config, and a stream of tensors under our names.
 
-`read_hf` looks at config.json and the files' headers and decides everything that can be decided:
-which family, which tensors, which shapes. The weights themselves are read when they are asked for,
+`read_hf` reads config.json and the files' headers and checks all that they determine: which
+family, which tensors, which shapes. The weights themselves are read when they are asked for,
 one tensor at a time, each from the file straight into the memory where it will stay.
 """
 
@@ -35,7 +35,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def is_hf_directory(path: str | os.PathLike[str]) -> bool:
-    """Say whether this is a directory in Hugging Face's layout (it may still be refused)."""
+    """Return whether this is a directory in Hugging Face's layout (it may still be refused)."""
     try:
         table = read_json(inner_file(Path(path), CONFIG), _MAX_CONFIG_BYTES)
     except (ScratchLMError, OSError):
@@ -45,7 +45,7 @@ def is_hf_directory(path: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """A directory whose every tensor is accounted for; its weights are read when asked for."""
+    """A directory whose every tensor is accounted for; its weights are read lazily."""
 
     path: Path
     model_type: str
@@ -116,7 +116,7 @@ class HFCheckpoint:
                 self._fill(name, state[name].detach(), allow_nonfinite)
 
     def _fill(self, name: str, out: Tensor, allow_nonfinite: bool) -> None:
-        if not out.is_contiguous():  # bytes are read into one stretch of memory
+        if not out.is_contiguous():  # bytes are read into contiguous memory
             whole = torch.empty(out.shape, dtype=out.dtype)
             self._fill(name, whole, allow_nonfinite)
             out.copy_(whole)
@@ -176,8 +176,8 @@ def read_hf(path: str | os.PathLike[str]) -> HFCheckpoint:
 
 
 def _read_headers(path: Path, config: ModelConfig, family: Family) -> dict[str, Stored]:
-    most = max(num_tensors(config, table) for table in family.tables)
-    max_header_bytes = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most
+    max_tensors = max(num_tensors(config, table) for table in family.tables)
+    max_header_bytes = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * max_tensors
     has_single, has_index = (os.path.lexists(path / name) for name in (SINGLE, INDEX))
     if has_single and has_index:
         raise ScratchLMError(f"{path}: {SINGLE} and {INDEX} are both there; remove one")
@@ -195,7 +195,7 @@ def _read_headers(path: Path, config: ModelConfig, family: Family) -> dict[str, 
 
 
 def _read_shards(path: Path, max_header_bytes: int) -> dict[str, Stored]:
-    """Read every shard's header; what the index says of it must be exactly what is in it."""
+    """Read every shard's header; each must hold exactly the tensors the index lists."""
     index = read_json(inner_file(path, INDEX), _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ScratchLMError(f"{path / INDEX}: weight_map must name the shard of every tensor")
@@ -223,21 +223,21 @@ def _shard_name(shard: Any) -> str:
 def _declared_dtype(table: Mapping[str, Any], path: Path) -> torch.dtype | None:
     """Read `dtype`, or `torch_dtype` as it was called before."""
     words = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES.values()}
-    said = [table[key] for key in ("dtype", "torch_dtype") if table.get(key) is not None]
-    for word in said:
+    declared = [table[key] for key in ("dtype", "torch_dtype") if table.get(key) is not None]
+    for word in declared:
         if not isinstance(word, str) or word not in words:
             raise ScratchLMError(
                 f"{path / CONFIG}: dtype must be one of {', '.join(words)}; got {shown(word)}"
             )
-    if len(set(said)) > 1:
+    if len(set(declared)) > 1:
         raise ScratchLMError(
-            f"{path / CONFIG}: dtype and torch_dtype must agree; got {listed(said)}"
+            f"{path / CONFIG}: dtype and torch_dtype must agree; got {listed(declared)}"
         )
-    return words[said[0]] if said else None
+    return words[declared[0]] if declared else None
 
 
 def _eos_token_ids(table: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Read the tokens that end a text: generation_config.json has the last word on them."""
+    """Read the end-of-text tokens; generation_config.json overrides config.json."""
     if os.path.lexists(path / GENERATION):
         generation = read_json(inner_file(path, GENERATION), _MAX_CONFIG_BYTES)
         table = {**table, **{k: v for k, v in generation.items() if k == "eos_token_id"}}

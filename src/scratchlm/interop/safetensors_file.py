@@ -6,8 +6,8 @@
 
 Everything is checked on the header before a byte of a tensor is read: each span is exactly
 shape × item size, and the spans cover the rest of the file without overlap, gap or remainder. The
-bytes are then read straight into the memory they are meant for; nothing is mapped, so a file that
-shrinks meanwhile is a short read and an error, not a fault that ends the process.
+bytes are then read directly into the destination tensors; nothing is memory-mapped, so a file that
+shrinks meanwhile is a short read and an error, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WEIGHT_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-DTYPE_WORDS = {dtype: word for word, dtype in WEIGHT_DTYPES.items()}
+DTYPE_NAMES = {dtype: word for word, dtype in WEIGHT_DTYPES.items()}
 
 _MAX_DIMS = 8
 _MAX_DIM = 2**40
@@ -68,7 +68,7 @@ class Stored:
 
 
 def read_header(path: Path, max_header_bytes: int) -> dict[str, Stored]:
-    """Return where every tensor of a file lies, all of it checked."""
+    """Parse and validate a header: return where every tensor of the file lies."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -130,7 +130,7 @@ def _span(name: str, entry: Any, path: Path) -> _Span:
 
 
 def _whole(values: Any, most: int) -> bool:
-    """Whether this is a short list of whole numbers of a credible size."""
+    """Return whether this is a short list of integers of plausible size."""
     return (
         isinstance(values, list)
         and len(values) <= most
@@ -145,19 +145,19 @@ def _check_cover(spans: dict[str, _Span], size: int, path: Path) -> None:
         if begin < at:
             raise ScratchLMError(f"{path}: tensors {shown(before)} and {shown(name)} overlap")
         if begin > at:
-            raise ScratchLMError(f"{path}: {begin - at} bytes before {shown(name)} are nobody's")
+            raise ScratchLMError(f"{path}: {begin - at} unreferenced bytes before {shown(name)}")
         at, before = end, name
     if at > size:
         raise ScratchLMError(
             f"{path}: cut short: tensor {shown(before)} ends at byte {at:,} of {size:,}"
         )
     if at < size:
-        raise ScratchLMError(f"{path}: {size - at:,} bytes at the end are nobody's")
+        raise ScratchLMError(f"{path}: {size - at:,} unreferenced bytes at the end")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading at any place, without a buffer between."""
+    """Open a file for unbuffered random access."""
     with path.open("rb", buffering=0) as file:
         yield file
 

@@ -1,14 +1,15 @@
-"""The tensors a config calls for: name -> shape, under the names of our state dict.
+"""The tensors of a config: name -> shape, under the names of our state dict.
 
-The same list a model built from the config would give, without building it: what a file must hold
-is known before anything is allocated.
+The same list as a model's state dict, without building the model: what a file must hold is known
+before anything is allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import assert_never
 
-from scratchlm.config import MLP, LayerNorm, Learned, ModelConfig, MoE, NoNorm, SwiGLU
+from scratchlm.config import MLP, LayerNorm, Learned, ModelConfig, MoE, NoNorm, RMSNorm, SwiGLU
 
 Shape = tuple[int, ...]
 
@@ -59,6 +60,8 @@ def _feed_forward(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         case MLP(bias=bias):
             yield from _linear("ffn.w1", d_ff, d_model, bias)
             yield from _linear("ffn.w2", d_model, d_ff, bias)
+        case _:
+            assert_never(config.ffn)
 
 
 def _linear(name: str, d_out: int, d_in: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -68,8 +71,14 @@ def _linear(name: str, d_out: int, d_in: int, bias: bool) -> Iterator[tuple[str,
 
 
 def _norm(name: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    if isinstance(config.norm, NoNorm):
-        return
-    yield f"{name}.weight", (config.d_model,)
-    if isinstance(config.norm, LayerNorm) and config.norm.bias:
-        yield f"{name}.bias", (config.d_model,)
+    match config.norm:
+        case NoNorm():
+            return
+        case RMSNorm():
+            yield f"{name}.weight", (config.d_model,)
+        case LayerNorm(bias=bias):
+            yield f"{name}.weight", (config.d_model,)
+            if bias:
+                yield f"{name}.bias", (config.d_model,)
+        case _:
+            assert_never(config.norm)

@@ -1,8 +1,8 @@
-"""From a file's bytes into our memory, a few megabytes at a time.
+"""Stream tensors from a file into memory, a few megabytes at a time.
 
-Where dtype and layout are the same, the bytes go straight to where they will stay. Where they are
-not, they pass through one small buffer. Each piece is yielded while it is still in the processor's
-cache, so that a look at its values costs little.
+Where dtype and layout are the same, the bytes are read directly into the destination, otherwise
+through one small buffer. Each piece is yielded while it is still in the CPU cache, so that checking
+its values is cheap.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from scratchlm.interop.shapes import Shape
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite: either would be the smallest or the largest."""
+    """Return whether all values are finite: a NaN or infinity would show in the min or max."""
     low, high = values.aminmax()
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def read_link(stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
-    """Fill `out` from a link's box, yielding each piece as it arrives, for a look at it."""
+    """Fill `out` from a link's box, yielding each piece as it arrives, to be checked."""
     with opened(stored.file) as file:
-        if link.turned:
-            yield from _read_turned(file, stored, link, out)
+        if link.transposed:
+            yield from _read_transposed(file, stored, link, out)
         else:
             yield from _read_straight(file, stored, link, out)
 
 
 def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
-    """Read a box that is one stretch of the file, or one stretch for each of its first index."""
-    stretches = _stretches(link)
+    """Read a box that is one contiguous chunk of the file, or one for each of its first index."""
+    chunks = _chunk_starts(link)
     step = CHUNK_BYTES // stored.item_bytes
     dtype = WEIGHT_DTYPES[stored.dtype]
     direct = out.dtype == dtype and out.device.type == "cpu"
     buffer = torch.empty(0 if direct else min(step, out.numel()), dtype=dtype)
-    for first, flat in zip(stretches, out.view(len(stretches), -1), strict=True):
+    for first, flat in zip(chunks, out.view(len(chunks), -1), strict=True):
         for begin in range(0, flat.numel(), step):
             target = flat[begin : begin + step]
             piece = target if direct else buffer[: target.numel()]
@@ -56,8 +56,8 @@ def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterat
             yield piece
 
 
-def _stretches(link: Link) -> list[int]:
-    """Return where in the flat tensor the stretches of a box begin."""
+def _chunk_starts(link: Link) -> list[int]:
+    """Return where in the flat tensor the contiguous chunks of a box begin."""
     if len(link.box) < 3:
         return [_element(link.their_shape, [begin for begin, _ in link.box])]
     (first, last), *inner = link.box
@@ -70,13 +70,13 @@ def _stretches(link: Link) -> list[int]:
 
 
 def _element(shape: Shape, index: list[int]) -> int:
-    place = 0
+    offset = 0
     for size, at in zip(shape, index, strict=True):
-        place = place * size + at
-    return place
+        offset = offset * size + at
+    return offset
 
 
-def _read_turned(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
+def _read_transposed(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
     """Read a (in, out) matrix a few rows at a time; each row of theirs is a column of ours.
 
     Rows are read whole even where only some of their columns are ours: a few more bytes cost less
@@ -90,7 +90,7 @@ def _read_turned(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
         piece = whole[:, left:right]
-        # Turned first, then put in place: at once, it would be copied number by number.
+        # Transposed first, then copied: a strided copy would go element by element.
         out[:, begin : begin + len(piece)].copy_(piece.T.contiguous())
         yield piece
 

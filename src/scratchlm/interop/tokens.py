@@ -1,4 +1,4 @@
-"""What a tokenizer.json says of the end of a text, for those who generate elsewhere."""
+"""The end-of-text tokens of a tokenizer.json, for tools that generate elsewhere."""
 
 from __future__ import annotations
 

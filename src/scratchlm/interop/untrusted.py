@@ -1,6 +1,6 @@
-"""Reading small files that came from elsewhere: bounded, plain, and refused in one line.
+"""Read small untrusted files: bounded in size, strictly parsed, refused in one line.
 
-A directory of weights is somebody else's data. A file is opened only by a plain name inside the
+A directory of weights is untrusted input. A file is opened only by a plain name inside the
 directory, only when it is a regular file, and JSON is read strictly: a size limit, no key twice,
 no NaN, no nesting that exhausts the stack.
 """
@@ -15,18 +15,18 @@ from typing import Any
 
 from scratchlm.errors import ScratchLMError
 
-# What a name may grow to in a message: the tail of a hostile name is of no use to anyone.
+# The maximum length of a file's name or value in an error message.
 _NAME_SHOWN = 80
 
 
 def shown(name: object) -> str:
-    """Write a name from a file so that it fits on one line of any terminal."""
+    """Format a name from a file so that it fits on one line of any terminal."""
     text = ascii(name) if isinstance(name, str) else ascii(str(name))
     return text if len(text) <= _NAME_SHOWN else f"{text[: _NAME_SHOWN - 2]}…'"
 
 
 def brief(error: object, limit: int = 300) -> str:
-    """Say an error that quotes a file's values on one line of a bearable length."""
+    """Format an error that quotes a file's values on one line of limited length."""
     text = " ".join(str(error).split()).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
+from scratchlm.durable import fsync_directory
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.links import Link
 from scratchlm.interop.matching import Plan, links_by_their_name, plan_for
 from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER
-from scratchlm.interop.safetensors_file import DTYPE_WORDS
+from scratchlm.interop.safetensors_file import DTYPE_NAMES
 from scratchlm.interop.streaming import is_finite
 from scratchlm.interop.tokens import end_tokens, tokenizer_config
 from scratchlm.interop.untrusted import listed
@@ -58,13 +59,13 @@ def write_hf(
 ) -> Path:
     """Write a model where transformers finds it; in `dtype`, or in the dtype each tensor has.
 
-    A model that no family of Hugging Face's can say is refused, and so is a directory that is
+    A model that no Hugging Face family can represent is refused, and so is a directory that is
     already there.
     """
     directory = Path(directory)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
-    if dtype is not None and dtype not in DTYPE_WORDS:
+    if dtype is not None and dtype not in DTYPE_NAMES:
         raise ValueError(f"weights cannot be written as {dtype}")
     table = to_hf_config(config)
     plan = plan_for(config, FAMILIES[table["model_type"]].tables[0])
@@ -97,7 +98,7 @@ def _check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} must be {list(shape)}; got {list(tensors[name].shape)}")
         if not plan.links[name] and not bool((tensors[name] == 1).all()):
             raise ScratchLMError(
-                f"no Hugging Face family can say this model: OLMo's norms have no weights, "
+                f"no Hugging Face family can represent this model: OLMo's norms have no weights, "
                 f"and {name} is not all ones"
             )
 
@@ -108,7 +109,7 @@ def _layout(plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
     for name, links in links_by_their_name(plan):
         own = {tensors[link.ours].dtype for link in links}
         chosen = dtype or max(own, key=lambda one: one.itemsize)
-        if chosen not in DTYPE_WORDS:
+        if chosen not in DTYPE_NAMES:
             raise ValueError(f"{links[0].ours} cannot be written as {chosen}")
         outs.append(_Out(name, links, links[0].their_shape, chosen))
     return sorted(outs, key=lambda out: -out.dtype.itemsize)
@@ -140,14 +141,14 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _value(out: _Out, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
     """Make up one of their tensors from ours."""
-    if len(out.links) == 1 and not out.links[0].turned:
+    if len(out.links) == 1 and not out.links[0].transposed:
         value = _our_part(out.links[0], tensors, config).to("cpu", out.dtype).contiguous()
     else:
         value = torch.empty(out.shape, dtype=out.dtype)
         for link in out.links:
             part = _our_part(link, tensors, config)
             box = tuple(slice(*bounds) for bounds in link.box)
-            value[box].copy_(part.T if link.turned else part)
+            value[box].copy_(part.T if link.transposed else part)
     if not is_finite(value):
         ours = ", ".join(dict.fromkeys(link.ours for link in out.links))
         raise ScratchLMError(f"{ours} holds NaN or infinite values as {out.dtype}; not written")
@@ -212,7 +213,7 @@ def _file_bytes(
     at = 0
     for out in outs:
         header[out.name] = {
-            "dtype": DTYPE_WORDS[out.dtype],
+            "dtype": DTYPE_NAMES[out.dtype],
             "shape": list(out.shape),
             "data_offsets": [at, at + out.nbytes],
         }
@@ -248,17 +249,9 @@ class _whole_or_not:
         if kind is not None:
             shutil.rmtree(self.beside, ignore_errors=True)
             return
-        _sync(self.beside)
+        fsync_directory(self.beside)
         self.beside.rename(self.directory)
-        _sync(self.directory.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        fsync_directory(self.directory.parent)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

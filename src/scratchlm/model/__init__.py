@@ -1,6 +1,6 @@
-"""The model: modules that own weights and call one op each."""
+"""The model: modules that own weights, and call their submodules and ops."""
 
-from scratchlm.model.attention import MultiHeadSelfAttention, Scene
+from scratchlm.model.attention import ForwardContext, MultiHeadSelfAttention
 from scratchlm.model.block import TransformerBlock
 from scratchlm.model.cache import KVCache
 from scratchlm.model.heads import QuestionAnswering, SequenceClassifier, SpanLogits
@@ -12,30 +12,26 @@ from scratchlm.model.layers import (
     RMSNorm,
     SinusoidalPositions,
     SwiGLU,
+    TiedHead,
 )
 from scratchlm.model.moe import ExpertLinear, MoE
-from scratchlm.model.rotary import (
-    RotaryEmbedding,
-    Rotation,
-    change_rope_layout,
-    rotary_frequencies,
-)
+from scratchlm.model.rotary import RotaryEmbedding, change_rope_layout, rotary_frequencies
 from scratchlm.model.transformer import Transformer, TransformerLM
 
 __all__ = [
     "Linear",
     "Embedding",
+    "TiedHead",
     "RMSNorm",
     "LayerNorm",
     "SwiGLU",
     "MLP",
     "RotaryEmbedding",
-    "Rotation",
     "rotary_frequencies",
     "change_rope_layout",
     "SinusoidalPositions",
     "MultiHeadSelfAttention",
-    "Scene",
+    "ForwardContext",
     "MoE",
     "ExpertLinear",
     "KVCache",

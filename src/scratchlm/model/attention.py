@@ -9,30 +9,27 @@ With `num_kv_heads < num_heads`, each key-value head serves a group of query hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Unpack
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Linear, RMSNorm, _check_width, is_plain, linear_together
-from scratchlm.model.rotary import RotaryEmbedding, Rotation
-from scratchlm.ops import CausalMask, Ops, get_ops
-from scratchlm.ops.qkv import Turn
-
-# Weights, biases, (heads, key-value heads), what turns them
-Parts = tuple[list[Tensor], list[Tensor | None], tuple[int, int], Turn]
+from scratchlm.model.layers import FactoryKwargs, Linear, RMSNorm, check_width
+from scratchlm.model.rotary import RotaryEmbedding
+from scratchlm.ops import CausalMask, Routed, get_ops
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What all layers of one forward share: who sees whom, where tokens stand, what was kept."""
+class ForwardContext:
+    """What all layers of one forward share."""
 
     mask: CausalMask = CausalMask()
-    rotation: Rotation | None = None
+    positions: Tensor | range = range(0)  # (seq,), (batch, seq), or consecutive ones
     cache: KVCache | None = None
+    routes: list[Routed] | None = None  # filled by mixtures of experts
+    derived: dict[Any, Any] = field(default_factory=dict)  # what layers compute once for all
 
 
 class MultiHeadSelfAttention(nn.Module):
@@ -51,9 +48,7 @@ class MultiHeadSelfAttention(nn.Module):
         sliding_window: int | None = None,
         bias: Literal["none", "qkv", "all"] = "none",
         layer: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -70,95 +65,80 @@ class MultiHeadSelfAttention(nn.Module):
         d_head = d_model // num_heads if d_head is None else d_head
         if rope is not None and rope.d_k != d_head:
             raise ValueError(f"RoPE's width must be d_head={d_head}; got d_k={rope.d_k}")
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.d_model, self.d_head = d_model, d_head
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.sliding_window, self.layer = sliding_window, layer
         self.rope = rope
 
-        def project(d_in: int, d_out: int, with_bias: bool) -> Linear:
-            return Linear(d_in, d_out, with_bias, device=device, dtype=dtype, ops=ops)
-
-        self.q_proj = project(d_model, num_heads * d_head, bias != "none")
-        self.k_proj = project(d_model, num_kv_heads * d_head, bias != "none")
-        self.v_proj = project(d_model, num_kv_heads * d_head, bias != "none")
-        self.output_proj = project(num_heads * d_head, d_model, bias == "all")
+        self.q_proj = Linear(d_model, num_heads * d_head, bias != "none", **factory)
+        self.k_proj = Linear(d_model, num_kv_heads * d_head, bias != "none", **factory)
+        self.v_proj = Linear(d_model, num_kv_heads * d_head, bias != "none", **factory)
+        self.output_proj = Linear(num_heads * d_head, d_model, bias == "all", **factory)
         self.q_norm = self.k_norm = None
         if qk_norm:
-            self.q_norm = RMSNorm(d_head, qk_norm_eps, device=device, dtype=dtype, ops=ops)
-            self.k_norm = RMSNorm(d_head, qk_norm_eps, device=device, dtype=dtype, ops=ops)
+            self.q_norm = RMSNorm(d_head, qk_norm_eps, **factory)
+            self.k_norm = RMSNorm(d_head, qk_norm_eps, **factory)
 
     def forward(
         self,
         x: Float[Tensor, "*batch seq d_model"],
         token_positions: Int[Tensor, "*positions seq"] | None = None,
         *,
-        scene: Scene | None = None,
+        context: ForwardContext | None = None,
     ) -> Float[Tensor, "*batch seq d_model"]:
         """Let every token gather from those before it."""
-        _check_width(x, self.d_model, "attention")
-        scene = self._own_scene(x.shape[-2], token_positions) if scene is None else scene
-        mask = scene.mask
-        if self.sliding_window is not None:
-            mask = replace(mask, window=self.sliding_window)
-        parts = self._parts(scene.rotation)
-        if parts is not None and scene.cache is None and self.q_norm is None:
-            # All of what follows by one operation, where a GPU has it
-            at_once = self.ops.attended(x, *parts, mask)
-            if at_once is not None:
-                return self.output_proj(at_once)
-        q, k, v = self._project(x, scene.rotation, parts)  # each (*batch, its heads, seq, d_head)
-        if scene.cache is not None:
-            k, v = scene.cache.update(self.layer, k, v)
-        mixed = self.ops.attention(q, k, v, mask)
-        return self.output_proj(mixed.transpose(-3, -2).flatten(-2))
+        check_width(x, self.d_model, "attention")
+        context = self.own_context(x.shape[-2], token_positions) if context is None else context
+        return self.output_proj(self.attend(x, context))
 
-    def _parts(self, by: Rotation | None) -> Parts | None:
-        """Return what a kernel needs to project and turn, where all of it is plain."""
-        maps, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
-        plain = all(is_plain(m) for m in (*maps, *norms) if m is not None)
-        if not plain or by is None or type(self.rope) is not RotaryEmbedding:
-            return None
-        return (
-            [m.weight for m in maps],
-            [m.bias for m in maps],
-            (self.num_heads, self.num_kv_heads),
-            (by.cos, by.sin, self.rope.layout, by.lines),
-        )
+    def attend(
+        self, x: Float[Tensor, "*batch seq d_model"], context: ForwardContext
+    ) -> Float[Tensor, "*batch seq heads_x_d_head"]:
+        """Return softmax(Q Kᵀ / √d_head) V of all heads, side by side."""
+        q, k, v = self.project(x, context)  # each (*batch, its heads, seq, d_head)
+        if context.cache is not None:
+            k, v = context.cache.update(self.layer, k, v)
+        attn_out = self.ops.attention(q, k, v, self.mask(context))
+        return attn_out.transpose(-3, -2).flatten(-2)
 
-    def _project(
-        self, x: Tensor, by: Rotation | None, parts: Parts | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, the first two normed and turned as the model has it."""
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        if parts is not None:
-            at_once = self.ops.turned_heads(x, *parts, _gains(self.q_norm, self.k_norm))
-            if at_once is not None:
-                return at_once
-        q, k, v = map(self._cut_into_heads, linear_together(x, maps, self.ops))
+    def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values; the first two normed and rotated as the model has it."""
+        q, k, v = (self.split_heads(y) for y in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None and by is not None:
-            q, k = self.rope.rotate_both(q, k, by)
+        if self.rope is not None:
+            positions = over_heads(context.positions)
+            q, k = self.rope(q, positions), self.rope(k, positions)
         return q, k, v
 
-    def _cut_into_heads(self, x: Tensor) -> Tensor:
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return W_Q x, W_K x and W_V x."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def split_heads(self, x: Tensor) -> Float[Tensor, "*batch heads seq d_head"]:
+        """Cut the last dimension into heads."""
         return x.unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
 
-    def _own_scene(self, seq: int, token_positions: Tensor | None) -> Scene:
-        if self.rope is None:
-            return Scene()
+    def mask(self, context: ForwardContext) -> CausalMask:
+        """Return who sees whom, within this layer's window."""
+        if self.sliding_window is None:
+            return context.mask
+        return replace(context.mask, window=self.sliding_window)
+
+    def own_context(self, seq: int, token_positions: Tensor | None) -> ForwardContext:
+        """Return the context of a layer that is called by itself."""
         if token_positions is not None:
-            return Scene(rotation=self.rope.at(token_positions))
-        if seq > self.rope.max_seq_len:
+            return ForwardContext(positions=token_positions)
+        if self.rope is not None and seq > self.rope.max_seq_len:
             raise ValueError(
                 f"the sequence must not exceed {self.rope.max_seq_len} tokens; got {seq}"
             )
-        return Scene(rotation=self.rope.at(slice(0, seq)))
+        return ForwardContext(positions=range(seq))
 
 
-def _gains(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> tuple[Tensor, Tensor, float] | None:
-    """Return the gains of the norms on queries and keys, and their ε, where there are norms."""
-    if q_norm is None or k_norm is None:
-        return None
-    return q_norm.weight, k_norm.weight, q_norm.eps
+def over_heads(positions: Tensor | range) -> Tensor | range:
+    """Return positions (…, seq) that broadcast over the heads of each row."""
+    if isinstance(positions, range) or positions.ndim == 1:
+        return positions
+    return positions.unsqueeze(-2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,18 +24,12 @@ class SequenceClassifier(Transformer):
     """Logits per label, read off the last real token: the only one that has seen the whole row."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_labels: int,
-        ops: str | Ops = "fast",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: ModelConfig, num_labels: int, ops: str | Ops = "fast", **where: Any
     ) -> None:
-        super().__init__(config, ops, device=device, dtype=dtype)
+        super().__init__(config, ops, **where)
         if num_labels < 2:
             raise ValueError(f"num_labels must be at least 2; got num_labels={num_labels}")
-        self.score = Linear(config.d_model, num_labels, device=device, dtype=dtype, ops=ops)
+        self.score = Linear(config.d_model, num_labels, ops=ops, **where)
 
     def forward(
         self,
@@ -69,16 +64,9 @@ class SpanLogits:
 class QuestionAnswering(Transformer):
     """Start and end logits for every token: the answer is a span of the input."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: str | Ops = "fast",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, ops, device=device, dtype=dtype)
-        self.span = Linear(config.d_model, 2, bias=True, device=device, dtype=dtype, ops=ops)
+    def __init__(self, config: ModelConfig, ops: str | Ops = "fast", **where: Any) -> None:
+        super().__init__(config, ops, **where)
+        self.span = Linear(config.d_model, 2, bias=True, ops=ops, **where)
 
     def forward(
         self,

@@ -1,12 +1,12 @@
 """The layers without attention: Linear, Embedding, norms, feed-forward, absolute positions.
 
-A module owns weights and calls one op; the formula is in `ops/reference.py`.
+A module owns weights, and calls its submodules and ops; the formulas are in `ops/reference.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -14,19 +14,33 @@ from torch import Tensor, nn
 
 from scratchlm.config import default_d_ff
 from scratchlm.ops import Ops, get_ops
-from scratchlm.ops.ranges import check_range
+from scratchlm.ops.ranges import check_range, keep_in_range, mark
+from scratchlm.ops.reference import ACTIVATIONS
 
 
-def _check_width(x: Tensor, expected: int, name: str) -> None:
+def check_width(x: Tensor, expected: int, name: str) -> None:
+    """Refuse an input whose last dimension is not the expected one."""
     if x.shape[-1] != expected:
         raise ValueError(
             f"{name}: the last dimension must be {expected}; got shape {tuple(x.shape)}"
         )
 
 
-def _parameter(
-    *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
+class FactoryKwargs(TypedDict, total=False):
+    """Keywords of every module: where its weights live, and which ops it calls."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    ops: str | Ops
+
+
+def empty_parameter(
+    *shape: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    ops: str | Ops = "fast",
 ) -> nn.Parameter:
+    """Return a parameter to be filled by `reset_parameters`."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 
@@ -38,26 +52,23 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
-        self.weight = _parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = _parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.ops = get_ops(factory.get("ops", "fast"))
+        self.weight = empty_parameter(out_features, in_features, **factory)
+        self.bias = empty_parameter(out_features, **factory) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw W from a normal of variance 2/(in + out), cut at ±3σ; b = 0."""
-        _init_matrix(self.weight, generator)
+        init_matrix(self.weight, generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Apply the map to the last dimension."""
-        _check_width(x, self.weight.shape[1], "Linear")
+        check_width(x, self.weight.shape[1], "Linear")
         return self.ops.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -66,47 +77,29 @@ class Linear(nn.Module):
         return f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}"
 
 
-def linear_together(x: Tensor, maps: Sequence[Linear], ops: Ops) -> Sequence[Tensor]:
-    """Apply several maps to one input: in one op, unless one of them is not plain any more.
-
-    A layer that somebody has put a hook on, or has replaced by their own, is called as it is.
-    """
-    if not all(map(is_plain, maps)):
-        return [m(x) for m in maps]
-    return ops.linears(x, [m.weight for m in maps], [m.bias for m in maps])
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether a layer is our own and nobody listens to it: then its op may be joined to others."""
-    ours = type(module) in (Linear, RMSNorm)
-    return ours and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def add_then_norm(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return x + δ and the norm of it: in one op, where the norm is a plain RMSNorm."""
-    if isinstance(norm, RMSNorm) and is_plain(norm):
-        return norm.ops.add_norm(x, delta, norm.weight, norm.eps)
-    total = x + delta
-    return total, norm(total)
-
-
-def side_by_side(maps: Sequence[Linear]) -> None:
-    """Move the weights into one block of memory, one after the other, values and names unchanged.
-
-    What reads them together (`ops.linears`) then reads one matrix.
-    """
-    weights = [m.weight for m in maps]
-    sizes = [len(weight) for weight in weights]
-    block = weights[0].data.new_empty(sum(sizes), weights[0].shape[1])
-    for weight, part in zip(weights, block.split(sizes), strict=True):
-        part.copy_(weight.data)
-        weight.data = part
-
-
-def _init_matrix(weight: Tensor, generator: torch.Generator | None) -> None:
+def init_matrix(weight: Tensor, generator: torch.Generator | None) -> None:
     """Draw (…, out, in) matrices from a normal of variance 2/(in + out), cut at ±3σ."""
     std = math.sqrt(2 / (weight.shape[-1] + weight.shape[-2]))
     nn.init.trunc_normal_(weight, 0.0, std, -3 * std, 3 * std, generator=generator)
+
+
+class TiedHead(nn.Module):
+    """y = E x with E the owner's token embeddings: a head without weights of its own."""
+
+    def __init__(self, owner: nn.Module, *, ops: str | Ops = "fast") -> None:
+        super().__init__()
+        self.ops = get_ops(ops)
+        self._owner = (owner,)  # in a tuple: not a submodule; asked at every call for its table
+
+    @property
+    def weight(self) -> Tensor:
+        """The table."""
+        embeddings = self._owner[0].get_submodule("token_embeddings")
+        return embeddings.weight  # type: ignore[return-value]
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
+        """Compare every vector with every row of the table."""
+        return self.ops.linear(x, self.weight)
 
 
 class Embedding(nn.Module):
@@ -119,19 +112,17 @@ class Embedding(nn.Module):
         padding_id: int | None = None,
         *,
         std: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if padding_id is not None and not 0 <= padding_id < num_embeddings:
             raise ValueError(
                 f"padding_id must lie in [0, {num_embeddings}); got padding_id={padding_id}"
             )
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.padding_id = padding_id
         self.std = std
-        self.weight = _parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.weight = empty_parameter(num_embeddings, embedding_dim, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -142,7 +133,8 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         """Look every id up."""
         check_range(token_ids, len(self.weight), "token id")
-        return self.ops.look_up(token_ids, self.weight, self.padding_id)
+        safe, wrong = keep_in_range(token_ids, len(self.weight))
+        return mark(self.ops.embedding(safe, self.weight, self.padding_id), wrong)
 
     def extra_repr(self) -> str:
         """Say the sizes in `print(model)`."""
@@ -153,19 +145,11 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + ε) · g."""
 
-    def __init__(
-        self,
-        d_model: int,
-        eps: float = 1e-5,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
-    ) -> None:
+    def __init__(self, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.eps = eps
-        self.weight = _parameter(d_model, device=device, dtype=dtype)
+        self.weight = empty_parameter(d_model, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -174,7 +158,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Normalise the last dimension."""
-        _check_width(x, len(self.weight), "RMSNorm")
+        check_width(x, len(self.weight), "RMSNorm")
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -182,20 +166,13 @@ class LayerNorm(nn.Module):
     """(x − mean) / sqrt(var + ε) · g + b."""
 
     def __init__(
-        self,
-        d_model: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        self, d_model: int, eps: float = 1e-5, bias: bool = True, **factory: Unpack[FactoryKwargs]
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.eps = eps
-        self.weight = _parameter(d_model, device=device, dtype=dtype)
-        self.bias = _parameter(d_model, device=device, dtype=dtype) if bias else None
+        self.weight = empty_parameter(d_model, **factory)
+        self.bias = empty_parameter(d_model, **factory) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -206,7 +183,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Normalise the last dimension."""
-        _check_width(x, len(self.weight), "LayerNorm")
+        check_width(x, len(self.weight), "LayerNorm")
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -218,23 +195,18 @@ class SwiGLU(nn.Module):
         d_model: int,
         d_ff: int | None = None,
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         d_ff = default_d_ff(d_model) if d_ff is None else d_ff
-        self.w1 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
-        self.w2 = Linear(d_ff, d_model, bias, device=device, dtype=dtype, ops=ops)
-        self.w3 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
+        self.w1 = Linear(d_model, d_ff, bias, **factory)
+        self.w2 = Linear(d_ff, d_model, bias, **factory)
+        self.w3 = Linear(d_model, d_ff, bias, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Apply the layer to every vector."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
-        _check_width(x, w1.weight.shape[1], "SwiGLU")
-        return self.ops.swiglu(x, w1.weight, w2.weight, w3.weight, w1.bias, w2.bias, w3.bias)
+        return self.w2(self.ops.silu(self.w1(x)) * self.w3(x))
 
 
 class MLP(nn.Module):
@@ -246,23 +218,23 @@ class MLP(nn.Module):
         d_ff: int | None = None,
         activation: str = "gelu_tanh",
         bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.ops = get_ops(ops)
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+            )
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.activation = activation
         d_ff = 4 * d_model if d_ff is None else d_ff
-        self.w1 = Linear(d_model, d_ff, bias, device=device, dtype=dtype, ops=ops)
-        self.w2 = Linear(d_ff, d_model, bias, device=device, dtype=dtype, ops=ops)
+        self.w1 = Linear(d_model, d_ff, bias, **factory)
+        self.w2 = Linear(d_ff, d_model, bias, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Apply the layer to every vector."""
-        w1, w2 = self.w1, self.w2
-        _check_width(x, w1.weight.shape[1], "MLP")
-        return self.ops.mlp(x, w1.weight, w2.weight, w1.bias, w2.bias, self.activation)
+        activate = getattr(self.ops, self.activation)
+        return self.w2(activate(self.w1(x)))
 
 
 class SinusoidalPositions(nn.Module):

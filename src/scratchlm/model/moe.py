@@ -6,13 +6,15 @@ y = Σ over the k largest p_e of  p_e · SwiGLU_e(x)      (p renormalised over t
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm.config import default_d_ff
-from scratchlm.model.layers import Linear, _check_width, _init_matrix, _parameter
-from scratchlm.ops import Ops, Routed, get_ops
+from scratchlm.model.layers import FactoryKwargs, Linear, empty_parameter, init_matrix
+from scratchlm.ops import Routed, get_ops
 
 
 class ExpertLinear(nn.Module):
@@ -23,17 +25,22 @@ class ExpertLinear(nn.Module):
         num_experts: int,
         in_features: int,
         out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.weight = _parameter(num_experts, out_features, in_features, device=device, dtype=dtype)
+        self.ops = get_ops(factory.get("ops", "fast"))
+        self.weight = empty_parameter(num_experts, out_features, in_features, **factory)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw each matrix as `Linear` does."""
-        _init_matrix(self.weight, generator)
+        init_matrix(self.weight, generator)
+
+    def forward(
+        self, x: Float[Tensor, "rows d_in"], ends: Int[Tensor, " experts"]
+    ) -> Float[Tensor, "rows d_out"]:
+        """Apply each expert's map to its rows; those of expert e end before row `ends[e]`."""
+        return self.ops.grouped_linear(x, self.weight, ends)
 
 
 class MoE(nn.Module):
@@ -46,10 +53,7 @@ class MoE(nn.Module):
         num_experts: int,
         experts_per_token: int,
         renormalize: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ops: str | Ops = "fast",
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -57,26 +61,26 @@ class MoE(nn.Module):
                 "experts_per_token must lie between 1 and num_experts; got "
                 f"experts_per_token={experts_per_token}, num_experts={num_experts}"
             )
-        self.ops = get_ops(ops)
+        self.ops = get_ops(factory.get("ops", "fast"))
         self.experts_per_token, self.renormalize = experts_per_token, renormalize
         d_ff = default_d_ff(d_model) if d_ff is None else d_ff
-        self.router = Linear(d_model, num_experts, device=device, dtype=dtype, ops=ops)
-        self.w1 = ExpertLinear(num_experts, d_model, d_ff, device=device, dtype=dtype)
-        self.w2 = ExpertLinear(num_experts, d_ff, d_model, device=device, dtype=dtype)
-        self.w3 = ExpertLinear(num_experts, d_model, d_ff, device=device, dtype=dtype)
+        self.router = Linear(d_model, num_experts, **factory)
+        self.w1 = ExpertLinear(num_experts, d_model, d_ff, **factory)
+        self.w2 = ExpertLinear(num_experts, d_ff, d_model, **factory)
+        self.w3 = ExpertLinear(num_experts, d_model, d_ff, **factory)
 
     def route(self, x: Float[Tensor, "*batch d_model"]) -> Routed:
         """Apply the layer, and tell which expert each token went to."""
-        _check_width(x, self.router.weight.shape[1], "MoE")
-        return self.ops.moe(
-            x,
-            self.router.weight,
-            self.w1.weight,
-            self.w2.weight,
-            self.w3.weight,
-            self.experts_per_token,
-            self.renormalize,
-        )
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.ops.route(self.router(tokens), self.experts_per_token, self.renormalize)
+        probabilities, weights, experts = routing  # weights and experts: (tokens, chosen)
+        order, ends = sort_by_expert(experts, probabilities.shape[-1])
+        token = order // self.experts_per_token
+        rows = tokens[token]  # each expert's tokens, one expert after the other
+        hidden = self.ops.silu(self.w1(rows, ends)) * self.w3(rows, ends)
+        weight = weights.to(x.dtype).flatten()[order, None]
+        output = torch.zeros_like(tokens).index_add(0, token, self.w2(hidden, ends) * weight)
+        return Routed(output.view_as(x), probabilities, experts)
 
     def forward(
         self, x: Float[Tensor, "*batch d_model"], routes: list[Routed] | None = None
@@ -86,3 +90,13 @@ class MoE(nn.Module):
         if routes is not None:
             routes.append(routed)
         return routed.output
+
+
+def sort_by_expert(
+    experts: Int[Tensor, "tokens chosen"], num_experts: int
+) -> tuple[Int[Tensor, " tokens_x_chosen"], Int[Tensor, " experts"]]:
+    """Return the choices in the order of their experts, and where each expert's end."""
+    order = experts.flatten().argsort(stable=True)
+    load = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)
+    load = load.index_add(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
+    return order, load.cumsum(0, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Rotary positions: the frequencies, the tables, and the two layouts in use in the world.
 
-Channel pair i of a query or key at position p is turned by the angle p · θ^(−2i/d), so that the
+Channel pair i of a query or key at position p is rotated by the angle p · θ^(−2i/d), so that the
 product of a query and a key depends only on the distance between them (arXiv:2104.09864).
 
 `interleaved` pairs the channels (0,1), (2,3), …; `half` pairs (i, i + d/2). A model of one layout
@@ -10,20 +10,14 @@ becomes the same model in the other by permuting the rows of its query and key w
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from scratchlm.config import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    RopeScaling,
-    YarnScaling,
-)
+from scratchlm.config import LinearScaling, Llama3Scaling, NTKScaling, RopeScaling, YarnScaling
 from scratchlm.ops import Ops, get_ops
 from scratchlm.ops.ranges import check_range
 
@@ -54,11 +48,11 @@ def rotary_frequencies(
 def _yarn(frequency: Tensor, d_k: int, theta: float, scaling: YarnScaling) -> Tensor:
     """Keep the fast pairs, stretch the slow ones, and ramp between."""  # arXiv:2309.00071 eq. 23
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         span = scaling.original_context_length / (times * 2 * math.pi)
         return d_k * math.log(span) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_that_rotates(scaling.beta_fast), pair_that_rotates(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d_k - 1)
@@ -86,16 +80,8 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-class Rotation(NamedTuple):
-    """The tables at the positions of one forward, ready to broadcast over heads."""
-
-    cos: Float[Tensor, "*table seq half"]
-    sin: Float[Tensor, "*table seq half"]
-    lines: Tensor | None = None  # both in the order a kernel reads them, where there is one
-
-
 class RotaryEmbedding(nn.Module):
-    """Turn queries and keys by their position; tables in float32 whatever the model's dtype."""
+    """Rotate queries and keys by their position; tables are float32 whatever the model's dtype."""
 
     cos: Tensor
     sin: Tensor
@@ -145,54 +131,34 @@ class RotaryEmbedding(nn.Module):
             self._build(self.cos.device)
         return self
 
-    def at(self, places: Int[Tensor, "*batch seq"] | slice) -> Rotation:
-        """Return the tables at these positions; a slice of consecutive ones gathers nothing."""
-        if isinstance(places, slice):
-            rotation = Rotation(self.cos[places], self.sin[places])
-        else:
-            rotation = self._look_up(places, over_heads=places.ndim > 1)
-        lines = self.ops.turn_lines(rotation.cos, rotation.sin, self.layout)
-        return rotation if lines is None else rotation._replace(lines=lines)
-
-    def _look_up(self, places: Tensor, over_heads: bool) -> Rotation:
-        check_range(places, self.max_seq_len, "position")
-        cos, sin = self.cos[places], self.sin[places]
-        if over_heads:
-            cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-        return Rotation(cos, sin)
-
-    def rotate(
-        self, x: Float[Tensor, "*batch seq d"], by: Rotation
-    ) -> Float[Tensor, "*batch seq d"]:
-        """Turn x by tables already looked up."""
-        return self.ops.rope(x, by.cos, by.sin, self.layout)
-
-    def rotate_both(
-        self,
-        q: Float[Tensor, "*batch heads seq d"],
-        k: Float[Tensor, "*batch kv_heads seq d"],
-        by: Rotation,
-    ) -> tuple[Float[Tensor, "*batch heads seq d"], Float[Tensor, "*batch kv_heads seq d"]]:
-        """Turn queries and keys; where no gradient needs them apart, in one call."""
-        if torch.is_grad_enabled():
-            return self.rotate(q, by), self.rotate(k, by)
-        both = self.rotate(torch.cat((q, k), dim=-3), by)
-        q, k = both.split((q.shape[-3], k.shape[-3]), dim=-3)
-        return q, k
+    def tables(
+        self, positions: Int[Tensor, "*positions seq"] | range
+    ) -> tuple[Float[Tensor, "*positions seq half"], Float[Tensor, "*positions seq half"]]:
+        """Return cos and sin at these positions; a range of consecutive ones gathers nothing."""
+        if isinstance(positions, range):
+            return self.cos[positions.start : positions.stop], self.sin[
+                positions.start : positions.stop
+            ]
+        check_range(positions, self.max_seq_len, "position")
+        return self.cos[positions], self.sin[positions]
 
     def forward(
-        self, x: Float[Tensor, "*batch seq d"], token_positions: Int[Tensor, "*positions seq"]
+        self,
+        x: Float[Tensor, "*batch seq d"],
+        token_positions: Int[Tensor, "*positions seq"] | range,
     ) -> Float[Tensor, "*batch seq d"]:
-        """Turn x, whose second last dimension is the sequence, by its positions."""
+        """Rotate x, whose second last dimension is the sequence, by its positions."""
         if x.shape[-1] != self.d_k:
             raise ValueError(f"RoPE: the last dimension must be {self.d_k}; got {x.shape[-1]}")
-        if token_positions.shape[-1] != x.shape[-2]:
+        cos, sin = self.tables(token_positions)
+        if cos.shape[-2] != x.shape[-2]:
             raise ValueError(
                 "token_positions must name one position per element of the sequence; got "
-                f"{token_positions.shape[-1]} for a sequence of {x.shape[-2]}"
+                f"{cos.shape[-2]} for a sequence of {x.shape[-2]}"
             )
-        over_heads = token_positions.ndim > 1 and token_positions.ndim == x.ndim - 2
-        return self.rotate(x, self._look_up(token_positions, over_heads))
+        if 2 < cos.ndim == x.ndim - 1:  # positions by row: the same for all heads of a row
+            cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+        return self.ops.rope(x, cos, sin, self.layout)
 
 
 def change_rope_layout(

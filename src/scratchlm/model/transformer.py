@@ -4,12 +4,12 @@
     x = x + Attention(Norm(x));  x = x + FFN(Norm(x))        num_layers times
     logits = W_head Norm(x)
 
-Token ids are checked where they enter, on the CPU. On an accelerator a check would wait for the
-device in every step; there an id outside the vocabulary is kept from the lookup and its row turns
-to NaN (`ops/ranges.py`), so that nothing faults, nothing waits, and the loss shows it.
+Token ids are checked where they enter; where a look would cost a wait, `ops/ranges.py` says how.
 """
 
 from __future__ import annotations
+
+from typing import Any, TypedDict, Unpack, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,10 +17,17 @@ from torch import Tensor, nn
 
 from scratchlm import config as kinds
 from scratchlm.config import ModelConfig
-from scratchlm.model.attention import Scene
+from scratchlm.model.attention import ForwardContext
 from scratchlm.model.block import TransformerBlock, make_norm, make_rope
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import Embedding, Linear, SinusoidalPositions
+from scratchlm.model.layers import (
+    Embedding,
+    FactoryKwargs,
+    Linear,
+    SinusoidalPositions,
+    TiedHead,
+)
+from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
 from scratchlm.ops.ranges import keep_in_range, mark
 
@@ -37,30 +44,23 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.ops = get_ops(ops)
+        self.config, self.ops = config, get_ops(ops)
+        factory: FactoryKwargs = {"device": device, "dtype": dtype, "ops": ops}
         # A tied table is also the head: N(0, 1) rows would give logits of variance d_model.
         std = config.d_model**-0.5 if config.tie_embeddings else 1.0
-        self.token_embeddings = Embedding(
-            config.vocab_size, config.d_model, std=std, device=device, dtype=dtype, ops=ops
-        )
-        self.position_embeddings: Embedding | SinusoidalPositions | None = None
-        if isinstance(config.positions, kinds.Learned):
-            self.position_embeddings = Embedding(
-                config.context_length, config.d_model, std=std, device=device, dtype=dtype, ops=ops
-            )
-        elif isinstance(config.positions, kinds.Sinusoidal):
-            self.position_embeddings = SinusoidalPositions(
-                config.context_length, config.d_model, device=device
-            )
-        self.rope = make_rope(config, device=device, ops=ops)
-        self.layers = nn.ModuleList(
-            TransformerBlock(config, layer, self.rope, device=device, dtype=dtype, ops=ops)
-            for layer in range(config.num_layers)
-        )
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, std=std, **factory)
+        self.position_embeddings = make_positions(config, std, **factory)
+        rope = make_rope(config, **factory)  # one for all layers
+        blocks = (TransformerBlock(config, i, rope, **factory) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(blocks)
         self.ln_final: nn.Module = nn.Identity()
         if config.norm_placement == "pre":  # post-norm blocks end in a norm already
-            self.ln_final = make_norm(config, device=device, dtype=dtype, ops=self.ops)
+            self.ln_final = make_norm(config, **factory)
+
+    @property
+    def rope(self) -> RotaryEmbedding | None:
+        """The rotary embedding of the first layer, which all layers share."""
+        return getattr(getattr(self.layers[0], "attn", None), "rope", None)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew, from `generator` if given."""
@@ -84,39 +84,44 @@ class Transformer(nn.Module):
         document_ids: Int[Tensor, "batch seq"] | None = None,
         routes: list[Routed] | None = None,
     ) -> Float[Tensor, "batch seq d_model"]:
-        """Run the trunk; arguments as in `TransformerLM.forward`."""
+        """Run the trunk; arguments as in `Inputs`."""
         self._check_call(token_ids, positions, cache, attention_mask, document_ids)
         if cache is None:
             mask = CausalMask(key_valid=attention_mask, documents=document_ids)
         else:
             cache.reserve(token_ids.shape[1], attention_mask)
-            self._check_length(cache.reserved_length)
+            self.check_length(cache.reserved_length)
             mask = cache.mask
-        x, places = self._embed(token_ids, _places(token_ids, positions, mask))
-        rotation = None if self.rope is None else self.rope.at(places)
-        scene = Scene(mask, rotation, cache)
+        placed = mask.positions(token_ids.shape[1]) if positions is None else positions
+        x, placed = self._embed(token_ids, placed)
+        context = self.make_context(mask, placed, cache, routes)
         for layer in self.layers:
-            x = layer(x, scene=scene, routes=routes)
+            x = layer(x, context=context)
         if cache is not None:
             cache.advance()
         return self.ln_final(x)
 
+    def make_context(self, *shared: Any) -> ForwardContext:
+        """Gather what the layers of one forward share."""
+        return ForwardContext(*shared)
+
     def _embed(
-        self, token_ids: Tensor, places: Tensor | slice
-    ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | slice]:
-        """Look the tokens and their positions up; return them, and positions safe to look up."""
+        self, token_ids: Tensor, positions: Tensor | range
+    ) -> tuple[Float[Tensor, "batch seq d_model"], Tensor | range]:
+        """Look tokens and positions up; return them, and positions that are safe to look up."""
         x = self.token_embeddings(token_ids)
-        if isinstance(places, Tensor):
-            places, misplaced = keep_in_range(places, self.config.context_length)
-            x = mark(x, misplaced)
+        if isinstance(positions, Tensor):
+            positions, wrong = keep_in_range(positions, self.config.context_length)
+            x = mark(x, wrong)
         if self.position_embeddings is not None:
-            index = places
-            if isinstance(index, slice):
+            index = positions
+            if isinstance(index, range):
                 index = torch.arange(index.start, index.stop, device=token_ids.device)
             x = x + self.position_embeddings(index).to(x.dtype)
-        return x, places
+        return x, positions
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence longer than the context."""
         if length > self.config.context_length:
             raise ValueError(
                 f"the sequence must not exceed context_length={self.config.context_length}; "
@@ -135,16 +140,12 @@ class Transformer(nn.Module):
             raise ValueError(f"token_ids must be (batch, seq); got shape {tuple(token_ids.shape)}")
         batch, seq = token_ids.shape
         if cache is None:
-            self._check_length(seq)
-        if positions is not None:
-            by_row = positions.ndim == 2 and (
-                positions.shape[0] == 1 or positions.shape[0] == batch
+            self.check_length(seq)
+        if positions is not None and tuple(positions.shape) not in ((seq,), (1, seq), (batch, seq)):
+            raise ValueError(
+                f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
+                f"got shape {tuple(positions.shape)}"
             )
-            if positions.shape[-1] != seq or not (positions.ndim == 1 or by_row):
-                raise ValueError(
-                    f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
-                    f"got shape {tuple(positions.shape)}"
-                )
         for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
             if given is not None and given.shape != token_ids.shape:
                 raise ValueError(
@@ -161,86 +162,59 @@ class Transformer(nn.Module):
             raise ValueError("document_ids and cache cannot be used together")
 
 
-def _places(token_ids: Tensor, positions: Tensor | None, mask: CausalMask) -> Tensor | slice:
-    """Say where the tokens stand: in a row from a start, or at positions of their own."""
-    if positions is not None:
-        return positions
-    if mask.slots is not None:
-        return mask.slots.clamp(min=0)
-    if mask.key_valid is not None:
-        return (mask.key_valid.cumsum(dim=-1) - 1).clamp(min=0)
-    if mask.documents is not None:
-        return _positions_in_document(mask.documents)
-    return slice(mask.start, mask.start + token_ids.shape[1])
+def make_positions(
+    config: ModelConfig, std: float, **factory: Unpack[FactoryKwargs]
+) -> Embedding | SinusoidalPositions | None:
+    """Build the absolute positions a config names, if it names any."""
+    size = config.context_length, config.d_model
+    match config.positions:
+        case kinds.Learned():
+            return Embedding(*size, std=std, **factory)
+        case kinds.Sinusoidal():
+            return SinusoidalPositions(*size, device=factory.get("device"))
+        case kinds.Rotary() | kinds.NoPositions():
+            return None
+        case _:
+            assert_never(config.positions)
 
 
-def _positions_in_document(documents: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
-    """Count from 0 anew wherever the document changes."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - index.masked_fill(~begins, 0).cummax(dim=-1).values
+class Inputs(TypedDict, total=False):
+    """What a forward takes besides token ids."""
+
+    positions: Int[Tensor, "*batch seq"] | None  # where tokens are not consecutive
+    cache: KVCache | None  # holds earlier tokens, and takes these in
+    attention_mask: Bool[Tensor, "batch seq"] | None  # True at real tokens; padding left or right
+    document_ids: Int[Tensor, "batch seq"] | None  # packed documents do not see each other
 
 
 class TransformerLM(Transformer):
     """Embedding → blocks → final norm → head: logits for the next token at every position."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: str | Ops = "fast",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, ops, device=device, dtype=dtype)
-        self.lm_head: Linear | None = None  # tied: the embedding table is the head
+    def __init__(self, config: ModelConfig, ops: str | Ops = "fast", **where: Any) -> None:
+        super().__init__(config, ops, **where)
+        self.lm_head: nn.Module = TiedHead(self, ops=ops)
         if not config.tie_embeddings:
-            self.lm_head = Linear(
-                config.d_model, config.vocab_size, device=device, dtype=dtype, ops=ops
-            )
+            self.lm_head = Linear(config.d_model, config.vocab_size, ops=ops, **where)
 
     def forward(
-        self,
-        token_ids: Int[Tensor, "batch seq"],
-        *,
-        positions: Int[Tensor, "*batch seq"] | None = None,
-        cache: KVCache | None = None,
-        attention_mask: Bool[Tensor, "batch seq"] | None = None,
-        document_ids: Int[Tensor, "batch seq"] | None = None,
+        self, token_ids: Int[Tensor, "batch seq"], **inputs: Unpack[Inputs]
     ) -> Float[Tensor, "batch seq vocab"]:
-        """Return the logits.
-
-        `positions` stand where tokens are not consecutive. `cache` holds earlier tokens and takes
-        these in. `attention_mask` is True at real tokens; padding may stand left or right.
-        `document_ids` mark packed documents, which do not see each other and count their positions
-        from 0.
-        """
-        return self.head(
-            self.hidden(
-                token_ids,
-                positions=positions,
-                cache=cache,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-            )
-        )
-
-    def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
-        """Turn hidden states into logits."""
-        head = self.token_embeddings if self.lm_head is None else self.lm_head
-        return self.ops.linear(hidden, head.weight)
+        """Return the logits."""
+        return self.lm_head(self.hidden(token_ids, **inputs))
 
     def next_token_probabilities(
-        self, token_ids: Int[Tensor, "batch seq"], temperature: float = 1.0, **context: Tensor
+        self,
+        token_ids: Int[Tensor, "batch seq"],
+        temperature: float = 1.0,
+        **inputs: Unpack[Inputs],
     ) -> Float[Tensor, "batch vocab"]:
         """Return softmax(logits / temperature) after the last token of each row."""
         if not temperature > 0:
             raise ValueError(f"temperature must be greater than 0; got {temperature}")
-        last = last_token(token_ids, context.get("attention_mask"))
-        hidden = self.hidden(token_ids, **context)  # type: ignore[arg-type]
+        last = last_token(token_ids, inputs.get("attention_mask"))
+        hidden = self.hidden(token_ids, **inputs)
         row = torch.arange(len(token_ids), device=token_ids.device)
-        return self.ops.softmax(self.head(hidden[row, last]).float() / temperature, dim=-1)
+        return self.ops.softmax(self.lm_head(hidden[row, last]).float() / temperature, dim=-1)
 
     def loss(
         self,
@@ -257,14 +231,21 @@ class TransformerLM(Transformer):
         hidden = self.hidden(
             token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
         )
-        head = self.token_embeddings if self.lm_head is None else self.lm_head
-        loss = self.ops.linear_cross_entropy(
-            hidden, head.weight, targets, ignore_index=ignore_index, z_loss=z_loss
-        )
-        if isinstance(self.config.ffn, kinds.MoE) and self.config.ffn.load_balance_weight:
+        loss = self.head_loss(hidden, targets, ignore_index=ignore_index, z_loss=z_loss)
+        weight = getattr(self.config.ffn, "load_balance_weight", 0.0)
+        if weight and routes:
             balance = [load_balancing_loss(r.probabilities, r.experts) for r in routes]
-            loss = loss + self.config.ffn.load_balance_weight * torch.stack(balance).mean()
+            loss = loss + weight * torch.stack(balance).mean()
         return loss
+
+    def head_loss(
+        self,
+        hidden: Float[Tensor, "batch seq d_model"],
+        targets: Int[Tensor, "batch seq"],
+        **options: Any,
+    ) -> Float[Tensor, ""]:
+        """Return the mean cross-entropy of the logits of these hidden states."""
+        return self.ops.cross_entropy(self.lm_head(hidden), targets, **options)
 
 
 def last_token(

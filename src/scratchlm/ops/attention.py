@@ -1,7 +1,4 @@
-"""Attention as fast as the machine allows: whose kernels, and which of them for what.
-
-The same names and signatures as in `ops/reference.py`.
-"""
+"""Attention at speed: which kernel for which device, dtype and mask."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import native, short_attention
-from scratchlm.ops.masks import CausalMask, Mask, are_groups, check_attention
+from scratchlm.ops.masks import CausalMask, Mask, are_groups
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
@@ -21,27 +18,15 @@ QUERY_CHUNK = 512
 TOKENS_FROM, CHANNELS_UP_TO = 48, 128
 
 
-def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask = None
-) -> Tensor:
-    """softmax(Q Kᵀ / √d_k) V."""
-    check_attention(query, key, value, mask)
-    return _attend(query, key, value, mask)
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
-    """Attention over heads; with fewer key heads, each serves a group of query heads."""
-    return _attend(query, key, value, mask, grouped=query.shape[-3] != key.shape[-3])
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
+    """softmax(Q Kᵀ / √d_k) V; `grouped`: with fewer heads of keys and values than of queries."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if not isinstance(mask, CausalMask):
-        return _attend_by_table(q, k, v, mask, grouped, may_blind=True)
+        return _attend_with_table(q, k, v, mask, grouped, may_blind=True)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     if mask.is_plain and mask.start == 0 and num_queries == num_keys:
-        return _attend_causally(q, k, v, grouped)
+        return _attend_causal(q, k, v, grouped)
     if mask.is_plain and num_queries == 1 and num_keys == mask.start + 1:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if num_queries <= QUERY_CHUNK:
@@ -64,12 +49,12 @@ _KERNELS = [
 ]
 
 
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    if _suits_cpu_kernel(q, k, v) and _has_cpu_kernel():
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    if _supports_cpu_kernel(q, k, v) and _has_cpu_kernel():
         from scratchlm.ops.cpu_attention import causal_attention
 
-        mixed: Tensor = causal_attention(q, k, v)[0]
-        return mixed
+        attn_out: Tensor = causal_attention(q, k, v)[0]
+        return attn_out
     if not grouped and short_attention.is_short(q, k, v):
         return short_attention.attend(q, k, v)
     # cuDNN plans anew for every length: that pays in training, where lengths do not change.
@@ -79,7 +64,7 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _supports_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether our own kernel is for these: on a CPU, in float32, neither short nor wide."""
     return (
         q.is_cpu
@@ -88,11 +73,11 @@ def _suits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] <= CHANNELS_UP_TO
         and q.dtype == k.dtype == v.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and not _is_transformed()
+        and not _is_functorch_transformed()
     )
 
 
-def _is_transformed() -> bool:
+def _is_functorch_transformed() -> bool:
     """Whether functions are being transformed (`torch.func`, forward-mode derivatives).
 
     An operation of ours has a backward pass alone: other derivatives of it would be zeros.
@@ -120,14 +105,14 @@ def _attend_chunk(
     q = q[..., queries.start : queries.stop, :]
     k, v = k[..., keys.start : keys.stop, :], v[..., keys.start : keys.stop, :]
     table = mask.table(queries, keys, q.device)
-    return _attend_by_table(q, k, v, table, grouped, mask.may_blind)
+    return _attend_with_table(q, k, v, table, grouped, mask.may_blind)
 
 
-def _attend_by_table(
+def _attend_with_table(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_blind: bool
 ) -> Tensor:
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+    attn_out = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
     if not may_blind:
-        return mixed
+        return attn_out
     # Some of torch's GPU kernels average over all keys where a query sees none.
-    return mixed.masked_fill(~table.any(dim=-1, keepdim=True), 0.0)
+    return attn_out.masked_fill(~table.any(dim=-1, keepdim=True), 0.0)

@@ -74,24 +74,27 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _causal_attention_back(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, above: Tensor
+def _causal_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_output: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     _check(q, k, v)
-    if not q.shape == out.shape == above.shape or lse.shape != q.shape[:3]:
+    if not q.shape == out.shape == grad_output.shape or lse.shape != q.shape[:3]:
         raise ValueError(f"output and gradient must be like the queries, {tuple(q.shape)}")
-    q, k, v, out, above = _readable(q, k, v, out, above)
+    q, k, v, out, grad_output = _readable(q, k, v, out, grad_output)
     gradients = _by_tokens(q), _by_tokens(k), _by_tokens(v)
-    _call("attend_back", q, k, v, out, lse.contiguous(), above, *gradients)
+    _call("attend_back", q, k, v, out, lse.contiguous(), grad_output, *gradients)
     return gradients
 
 
 causal_attention = torch.library.custom_op(
     "scratchlm::causal_attention", _causal_attention, mutates_args=(), device_types="cpu"
 )
-causal_attention_back = torch.library.custom_op(
-    "scratchlm::causal_attention_back", _causal_attention_back, mutates_args=(), device_types="cpu"
+causal_attention_backward = torch.library.custom_op(
+    "scratchlm::causal_attention_backward",
+    _causal_attention_backward,
+    mutates_args=(),
+    device_types="cpu",
 )
 
 
@@ -100,22 +103,24 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _by_tokens(q), q.new_empty(q.shape[:3])
 
 
-@causal_attention_back.register_fake
+@causal_attention_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, above: Tensor
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_output: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _by_tokens(q), _by_tokens(k), _by_tokens(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 @once_differentiable
-def _back(ctx: Any, above: Tensor, of_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = causal_attention_back(*ctx.saved_tensors, above)
+def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = causal_attention_backward(
+        *ctx.saved_tensors, grad_output
+    )
     return gradients
 
 
-causal_attention.register_autograd(_back, setup_context=_keep)
+causal_attention.register_autograd(_backward, setup_context=_setup_context)

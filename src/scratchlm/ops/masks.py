@@ -44,6 +44,19 @@ class CausalMask:
         """Whether a query may be left that sees no key at all."""
         return self.key_valid is not None or (self.slots is not None and not self.slots_are_real)
 
+    def positions(self, num_queries: int) -> Int[Tensor, "batch query"] | range:
+        """Return the queries' positions: consecutive ones as a range.
+
+        Padding has none and gets 0; packed documents count from 0 each.
+        """
+        if self.slots is not None:
+            return self.slots.clamp(min=0)
+        if self.key_valid is not None:
+            return (self.key_valid.cumsum(dim=-1) - 1).clamp(min=0)
+        if self.documents is not None:
+            return _positions_in_document(self.documents)
+        return range(self.start, self.start + num_queries)
+
     def table(
         self, queries: range, keys: range, device: torch.device
     ) -> Bool[Tensor, "*batch query key"]:
@@ -86,6 +99,14 @@ class CausalMask:
         stop = min(num_keys, self.start + queries.stop)
         first = 0 if self.window is None else self.start + queries.start - self.window + 1
         return range(min(max(first, 0), stop), stop)
+
+
+def _positions_in_document(documents: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
+    """Count from 0 anew wherever the document changes."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - index.masked_fill(~begins, 0).cummax(dim=-1).values
 
 
 Mask = CausalMask | Tensor | None

@@ -2,7 +2,7 @@
 
     P = softmax(Q Kᵀ / √d_head + future),   O = P V           future: −∞ above the diagonal
 
-For what our own kernel (`cpu_attention.py`) does not take: float64, very short sequences, very wide
+For what our kernel (`cpu_attention.py`) does not support: float64, very short sequences, very wide
 heads, and everything where there is no C++ compiler. Torch's kernel takes one head after the other.
 Where sequences are short these are products too small for two cores to gain by: all heads at once,
 with P kept for the backward pass, take less time. Longer sequences it serves better: it never

@@ -1,6 +1,6 @@
 """Byte-level BPE: train it, encode, decode, and keep it in the files others use.
 
-The naive definition is `naive.py`; everything else is how to do the same at speed.
+The naive definition is `naive.py`; everything else is the fast implementation.
 """
 
 from __future__ import annotations

@@ -77,13 +77,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids: the greatest one plus one."""
+        """The number of ids: the largest one plus one."""
         return max(self.vocab) + 1
 
     def encode(
         self, text: str, *, allowed_special: Allowed = "all", add_special_tokens: bool = False
     ) -> list[int]:
-        """Turn a text into ids.
+        """Encode a text to ids.
 
         Only the special tokens in `allowed_special` count as such; others are ordinary text.
         `add_special_tokens` puts the template's ids around it.
@@ -95,7 +95,7 @@ class Tokenizer:
         return ids
 
     def encode_array(self, text: str, *, allowed_special: Allowed = ()) -> np.ndarray:
-        """Turn a text into an array of uint32 ids: the fast entry for much text."""
+        """Encode a text to an array of uint32 ids: the fast entry point for much text."""
         check_text(text)
         return self._encode_parts(split_at_specials(text, self._found_whole(allowed_special)))
 
@@ -111,9 +111,9 @@ class Tokenizer:
         return np.split(ids, ends[:-1]) if len(texts) else []
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Turn bytes into ids that decode to them; what is no UTF-8 is merged as it stands."""
+        """Encode bytes to ids that decode to them; invalid UTF-8 is merged as it is."""
         text = data.decode("utf-8", errors="surrogateescape")
-        parts = re.split("([\udc80-\udcff]+)", text)  # the odd ones are what is no UTF-8
+        parts = re.split("([\udc80-\udcff]+)", text)  # the odd ones are invalid UTF-8
         texts = np.split(*self._encode_texts(parts[::2]))
         ids = texts[0].tolist()
         for text_ids, part in zip(texts[1:], parts[1::2], strict=False):
@@ -126,18 +126,18 @@ class Tokenizer:
     ) -> Iterator[int]:
         """Yield the ids of the pieces joined, wherever they are cut, in constant memory.
 
-        What is held back is the text since the last place where it can be cut safely. A pattern
-        that has no name here gives no such places but its special tokens.
+        The text since the last safe cut is held back. With an unnamed pattern, the only safe cuts
+        are special tokens.
         """
         tokens = self._found_whole(allowed_special)
         return encode_stream(pieces, tokens, self._last_cut, self._encode_parts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text; bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Turn ids into bytes."""
+        """Decode ids to bytes."""
         listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         try:
             return b"".join([self.vocab[token] for token in listed])
@@ -145,7 +145,7 @@ class Tokenizer:
             return b"".join(map(self.token_bytes, listed))  # names the one that is wrong
 
     def token_bytes(self, token: int) -> bytes:
-        """Give the bytes of one id."""
+        """Return the bytes of one id."""
         found = self.vocab.get(token) if isinstance(token, int | np.integer) else None
         if found is None:
             raise ValueError(
@@ -154,11 +154,11 @@ class Tokenizer:
         return found
 
     def stream_decoder(self) -> StreamDecoder:
-        """Decode ids as they come, never half a character."""
+        """Return a decoder for ids as they arrive, which never yields half a character."""
         return StreamDecoder(self.token_bytes)
 
     def fingerprint(self) -> str:
-        """Name this tokenizer by a SHA-256 over all that decides its ids."""
+        """Return a SHA-256 over everything that determines the ids."""
         identity = {
             "vocab": [[i, self.vocab[i].hex()] for i in sorted(self.vocab)],
             "merges": [[left.hex(), right.hex()] for left, right in self.merges],
@@ -178,7 +178,7 @@ class Tokenizer:
         return write_tokenizer_json(directory, to_json(self))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # To hand a tokenizer to another process: the cache and its lock stay behind.
+        # Pickle without the cache and its lock.
         options = {
             "added_tokens": self.added_tokens,
             "normalization": self.normalization,
@@ -200,7 +200,7 @@ class Tokenizer:
         )
 
     def _encode_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts: all their ids in a row, and where each one's end."""
+        """Encode texts: all their ids, concatenated, and where each one's end."""
         if self.normalization:
             texts = [unicodedata.normalize("NFC", text) for text in texts]
         with self._lock:

@@ -1,4 +1,4 @@
-"""The plainest tokenizer: one id per character.
+"""A character-level tokenizer: one id per character.
 
 On disk it is a `tokenizer.json` of its own kind:
 `{"type": "characters", "version": 1, "characters": [...], "special_tokens": [...]}`;
@@ -53,7 +53,7 @@ class CharTokenizer:
     def of_text(
         cls, texts: Iterable[str], special_tokens: Sequence[str] | None = None
     ) -> CharTokenizer:
-        """Take the characters that occur in texts, sorted."""
+        """Build the alphabet from the characters that occur in texts, sorted."""
         seen: set[str] = set()
         tokens = frozenset(check_special_tokens(special_tokens or ()))
         for text in texts:
@@ -73,11 +73,11 @@ class CharTokenizer:
         return {i: text.encode("utf-8") for i, text in enumerate(self._text)}
 
     def encode(self, text: str, *, allowed_special: Allowed = "all") -> list[int]:
-        """Turn a text into ids; a character outside the alphabet is refused."""
+        """Encode a text to ids; a character outside the alphabet is refused."""
         return self.encode_array(text, allowed_special=allowed_special).tolist()
 
     def encode_array(self, text: str, *, allowed_special: Allowed = ()) -> np.ndarray:
-        """Turn a text into an array of uint32 ids."""
+        """Encode a text to an array of uint32 ids."""
         check_text(text)
         tokens = choose_allowed(allowed_special, self.special_tokens)
         return self._encode_parts(split_at_specials(text, tokens))
@@ -96,23 +96,23 @@ class CharTokenizer:
         return encode_stream(pieces, tokens, lambda text, low, high: high, self._encode_parts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text."""
+        """Decode ids to text."""
         return "".join(map(self._text_of, ids))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Turn ids into the bytes of their text."""
+        """Decode ids to the bytes of their text."""
         return self.decode(ids).encode("utf-8")
 
     def token_bytes(self, token: int) -> bytes:
-        """Give the bytes of one id."""
+        """Return the bytes of one id."""
         return self._text_of(token).encode("utf-8")
 
     def stream_decoder(self) -> StreamDecoder:
-        """Decode ids as they come."""
+        """Return a decoder for ids as they arrive."""
         return StreamDecoder(self.token_bytes)
 
     def fingerprint(self) -> str:
-        """Name this tokenizer by a SHA-256 over all that decides its ids."""
+        """Return a SHA-256 over everything that determines the ids."""
         return hashlib.sha256(json.dumps(to_json(self), sort_keys=True).encode()).hexdigest()
 
     def save(self, directory: str | Path) -> Path:

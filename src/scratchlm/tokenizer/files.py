@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scratchlm.durable import write_atomically
 from scratchlm.tokenizer import characters, hf_json
 from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.tokenizer.bytelevel import from_characters
@@ -64,21 +64,7 @@ def write_tokenizer_json(directory: str | Path, data: dict[str, Any]) -> Path:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "tokenizer.json"
-    beside = folder / f".tokenizer.json.{os.getpid()}.tmp"
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(data, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    at = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(at)  # the new name, too, must survive a crash
-    finally:
-        os.close(at)
+    write_atomically(target, (json.dumps(data, ensure_ascii=False) + "\n").encode())
     return target
 
 

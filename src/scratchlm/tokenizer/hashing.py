@@ -1,7 +1,7 @@
-"""A hash table from pairs of 64-bit integers to numbers, looked up a whole array at a time.
+"""A vectorised hash table from pairs of 64-bit integers to numbers.
 
-Open addressing: a key sits in the first free slot from its hash on, so looking it up ends at it or
-at a free slot. Keys are compared in full; a number, once given, stays.
+Open addressing: a key sits in the first free slot from its hash on, so a lookup ends at it or at
+a free slot. Keys are compared in full; a number, once given, stays.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))
 class PairTable:
     """Numbers, each under a key of two uint64."""
 
-    def __init__(self, room: int = 2) -> None:
-        """Start empty; `room` slots per key: more, where most keys looked up are not there."""
-        self._room = room
+    def __init__(self, slots_per_key: int = 2) -> None:
+        """Start empty; use more slots per key where most lookups miss."""
+        self._slots_per_key = slots_per_key
         self._resize(1 << 12)
 
     def find(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -35,24 +35,24 @@ class PairTable:
 
     def insert(self, low: np.ndarray, high: np.ndarray, numbers: np.ndarray) -> None:
         """Put keys, all different and none in the table, into it."""
-        if self._room * (self._used + len(low)) > self._mask:
+        if self._slots_per_key * (self._used + len(low)) > self._mask:
             kept = self._number >= 0
             old = self._low[kept], self._high[kept], self._number[kept]
             size = self._mask + 1
-            while size < 2 * self._room * (self._used + len(low)):
+            while size < 2 * self._slots_per_key * (self._used + len(low)):
                 size *= 2
             self._resize(size)
-            self._place(*old)
-        self._place(low, high, numbers)
+            self._insert_new(*old)
+        self._insert_new(low, high, numbers)
 
-    def _place(self, low: np.ndarray, high: np.ndarray, numbers: np.ndarray) -> None:
+    def _insert_new(self, low: np.ndarray, high: np.ndarray, numbers: np.ndarray) -> None:
         self._used += len(low)
         slots = (hash_pairs(low, high) >> self._shift).astype(np.int64)
         todo = np.arange(len(low))
         while len(todo):
             free = todo[self._number[slots[todo]] < 0]
             at = slots[free]
-            self._number[at] = numbers[free]  # of several that want one slot, the last stays
+            self._number[at] = numbers[free]  # on a collision the last one wins
             won = free[self._number[at] == numbers[free]]
             self._low[slots[won]] = low[won]
             self._high[slots[won]] = high[won]

@@ -1,7 +1,7 @@
 """Read Hugging Face's `tokenizer.json` as our Tokenizer.
 
-Read is what GPT-2, Llama 3, Qwen2 and Qwen3 files hold. Whatever would change ids and is not known
-here is refused by name, never passed over.
+Supports the files of GPT-2, Llama 3, Qwen2 and Qwen3. Any other option that would change ids is
+refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scratchlm.tokenizer.bytelevel import from_characters
 from scratchlm.tokenizer.patterns import PATTERNS, pattern_name
 from scratchlm.tokenizer.vocabulary import check_id
 
-# What may stand in the file, section by section; anything else could mean anything.
+# The known fields of the file, section by section.
 _TOP = {
     "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
     "post_processor", "decoder", "model",
@@ -24,18 +24,20 @@ _MODEL = {
     "byte_fallback", "ignore_merges", "vocab", "merges",
 }  # fmt: skip
 
+_ADDED_TOKEN = {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+
 
 def from_json(data: Any) -> Tokenizer:
     """Build a tokenizer from the parsed content of a `tokenizer.json`."""
     top = _table(data, "tokenizer.json")
-    _only(top, _TOP, "tokenizer.json")
+    _check_known_fields(top, _TOP, "tokenizer.json")
     for field in ("truncation", "padding"):
         if top.get(field) is not None:
             raise ValueError(f"{field} in tokenizer.json is not supported; it must be null")
     model = _model(top.get("model"))
     vocab_of = {token: check_id(i, repr(token)) for token, i in model["vocab"].items()}
     specials, added = _added_tokens(top.get("added_tokens"), vocab_of)
-    _normalizer_meets_tokens(top)
+    _check_normalized_tokens(top)
     vocab: dict[int, bytes] = {}
     for token, i in vocab_of.items():
         whole = token in specials or token in added
@@ -60,7 +62,7 @@ def _model(data: Any) -> dict[str, Any]:
     kind = model.get("type", "BPE")
     if kind != "BPE":
         raise ValueError(f"model type {kind!r:.60} is not supported; only BPE is")
-    _only(model, _MODEL, "model")
+    _check_known_fields(model, _MODEL, "model")
     for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(field):
             raise ValueError(f"model.{field} = {model[field]!r:.60} is not supported")
@@ -92,8 +94,7 @@ def _added_tokens(data: Any, vocab: Mapping[str, int]) -> tuple[dict[str, int], 
     following = len(vocab)
     for entry in _list(data, "added_tokens"):
         token = _table(entry, "an added token")
-        _only(token, {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"},
-              "an added token")  # fmt: skip
+        _check_known_fields(token, _ADDED_TOKEN, "an added token")
         content = token.get("content")
         if not isinstance(content, str) or not content:
             raise ValueError(f"an added token's content must be a string; got {content!r:.60}")
@@ -110,7 +111,7 @@ def _added_tokens(data: Any, vocab: Mapping[str, int]) -> tuple[dict[str, int], 
                 )
         elif i in taken:
             raise ValueError(f"added token {content!r:.60} has id {i}, which another token has")
-        elif i != following:  # `tokenizers` passes over the id in the file and counts on
+        elif i != following:  # `tokenizers` ignores the id in the file and numbers on
             raise ValueError(
                 f"added token {content!r:.60} has id {i}, but is not in vocab, where the next is "
                 f"{following}"
@@ -124,7 +125,7 @@ def _added_tokens(data: Any, vocab: Mapping[str, int]) -> tuple[dict[str, int], 
     return specials, added
 
 
-def _normalizer_meets_tokens(top: Mapping[str, Any]) -> None:
+def _check_normalized_tokens(top: Mapping[str, Any]) -> None:
     if top.get("normalizer") is None:
         return
     for token in top.get("added_tokens") or []:
@@ -175,7 +176,7 @@ def _pattern(data: Any) -> str:
 
 
 def _byte_level(step: Mapping[str, Any]) -> bool:
-    """Check a ByteLevel step and say whether it splits by GPT-2's pattern."""
+    """Check a ByteLevel step and return whether it splits by GPT-2's pattern."""
     if step.get("add_prefix_space", True) is not False:
         raise ValueError("pre_tokenizer ByteLevel with add_prefix_space is not supported")
     return step.get("use_regex", True) is True
@@ -228,7 +229,7 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _only(table: Mapping[str, Any], known: set[str], what: str) -> None:
+def _check_known_fields(table: Mapping[str, Any], known: set[str], what: str) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
         raise ValueError(f"{what} has an unknown field {unknown[0]!r:.60}")

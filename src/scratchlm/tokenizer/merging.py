@@ -1,8 +1,8 @@
 """Merge the bytes of words, in O(n log n) also where a word is a megabyte of one letter.
 
 The definition is in `naive.py`: while some adjacent pair is known, merge the leftmost one of the
-lowest rank. Three ways to do it, all equal: a short word looks through its pairs anew after each
-merge; a long one keeps them in a heap ordered by (rank, place), over a linked list of what is left;
+lowest rank. Three equivalent implementations: a short word rescans its pairs after each
+merge; a long one keeps them in a heap ordered by (rank, position), over a linked list of symbols;
 many short words at once are the rows of a matrix, and each round merges one pair in every row.
 """
 
@@ -19,10 +19,10 @@ from scratchlm.tokenizer.hashing import PairTable
 # (left id, right id) -> (rank, id of the two joined)
 MergeTable = Mapping[tuple[int, int], tuple[int, int]]
 
-SHORT = 32  # bytes; up to here looking through all pairs is the faster way
-MANY = 64  # words; from here on a matrix is
-WIDTHS = (8, 16, SHORT)  # of the matrices, so that few columns stay empty
-NEVER = np.iinfo(np.int32).max  # the rank of a pair that does not merge
+SHORT = 32  # bytes; up to here rescanning all pairs is faster
+MANY = 64  # words; from here on the matrix is faster
+WIDTHS = (8, 16, SHORT)  # of the matrices, to limit padding
+NO_RANK = np.iinfo(np.int32).max  # the rank of a pair that does not merge
 
 
 class Merger:
@@ -34,7 +34,7 @@ class Merger:
         self._byte_ids = [id_of[bytes([byte])] for byte in range(256)]
         self._byte_array = np.array(self._byte_ids, dtype=np.int64)
         self._table = table
-        self._pairs: PairTable | None = None  # the same as arrays, made when first needed
+        self._pairs: PairTable | None = None  # the same as arrays, built lazily
 
     def merge(self, word: bytes) -> list[int]:
         """Merge one word."""
@@ -45,15 +45,15 @@ class Merger:
         return (merge_short if len(ids) <= SHORT else merge_long)(ids, self._table)
 
     def merge_many(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Merge words: all their ids in a row, and how many each has."""
+        """Merge words: all their ids, concatenated, and how many each has."""
         if len(words) < MANY:
             merged = [self.merge(word) for word in words]
             ids = np.fromiter(chain.from_iterable(merged), dtype=np.uint32)
             return ids, np.fromiter(map(len, merged), dtype=np.int64, count=len(words))
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
         whole = np.array([word in self._whole for word in words]) if self._whole else lengths < 0
-        # Each group's ids, and the places of its words; then all words in their own order.
-        places: list[np.ndarray] = []
+        # Each group's ids and the positions of its words; the original order is restored below.
+        positions: list[np.ndarray] = []
         counts = np.empty(len(words), dtype=np.int64)
         rows: list[np.ndarray] = []
         narrower = 0
@@ -64,14 +64,14 @@ class Merger:
                 matrix = self._merge_matrix([words[i] for i in group.tolist()], width)
                 counts[group] = (matrix >= 0).sum(axis=1)
                 rows.append(matrix[matrix >= 0])
-                places.append(group)
+                positions.append(group)
         rest = np.flatnonzero((lengths > SHORT) | whole)
         if len(rest):
             merged = [self.merge(words[i]) for i in rest.tolist()]
             counts[rest] = [len(ids) for ids in merged]
             rows.append(np.fromiter(chain.from_iterable(merged), dtype=np.int64))
-            places.append(rest)
-        return _in_order(np.concatenate(rows), np.concatenate(places), counts), counts
+            positions.append(rest)
+        return _restore_order(np.concatenate(rows), np.concatenate(positions), counts), counts
 
     def _merge_matrix(self, words: list[bytes], width: int) -> np.ndarray:
         """Merge words of at most `width` bytes: a row of ids each, −1 after its end."""
@@ -81,16 +81,16 @@ class Merger:
         letters = np.zeros((len(words), width + 1), dtype=np.int64)
         letters[filled] = np.frombuffer(b"".join(words), dtype=np.uint8)
         ids = np.where(filled, self._byte_array[letters], -1).astype(np.int32)
-        # The rank of the pair at a place and the next one; the last column has no next.
-        ranks = np.full((len(words), width + 1), NEVER, dtype=np.int32)
+        # The rank of the pair (position, position + 1); the last column has no right neighbour.
+        ranks = np.full((len(words), width + 1), NO_RANK, dtype=np.int32)
         of_bytes = self._ranks_of_bytes()[letters[:, :-1] << 8 | letters[:, 1:]]
-        ranks[:, :-1] = np.where(filled[:, 1:], of_bytes, NEVER)
+        ranks[:, :-1] = np.where(filled[:, 1:], of_bytes, NO_RANK)
         done = np.full_like(ids, -1)
-        row = np.arange(len(words))  # of `done`, for each row still at work
+        row = np.arange(len(words))  # the row of `done`, for each row not yet finished
         while True:
             at = ranks.argmin(axis=1)
             best = ranks[np.arange(len(ranks)), at]
-            busy = best != NEVER
+            busy = best != NO_RANK
             if not busy.all():
                 done[row[~busy], : ids.shape[1]] = ids[~busy]
                 row, ids, ranks, at, best = row[busy], ids[busy], ranks[busy], at[busy], best[busy]
@@ -98,21 +98,21 @@ class Merger:
                 return done
             every = np.arange(len(row))
             ids[every, at] = self._joined[best]
-            # Close the gap: what stands right of the pair moves one place to the left, and as
+            # Close the gap: everything right of the pair moves one position to the left, and as
             # every row has become shorter by one, the matrix loses a column.
             stays = column[: ids.shape[1] - 1] <= at[:, None]
             ids = np.where(stays, ids[:, :-1], ids[:, 1:])
             ranks = np.where(stays, ranks[:, :-1], ranks[:, 1:])
-            ranks[every, at] = NEVER
+            ranks[every, at] = NO_RANK
             inner = np.flatnonzero(at + 1 < ids.shape[1])
-            place = at[inner]
-            ranks[inner, place] = self._ranks(ids[inner, place], ids[inner, place + 1])
+            position = at[inner]
+            ranks[inner, position] = self._ranks(ids[inner, position], ids[inner, position + 1])
             inner = np.flatnonzero(at > 0)
-            place = at[inner] - 1
-            ranks[inner, place] = self._ranks(ids[inner, place], ids[inner, place + 1])
+            position = at[inner] - 1
+            ranks[inner, position] = self._ranks(ids[inner, position], ids[inner, position + 1])
 
     def _ranks_of_bytes(self) -> np.ndarray:
-        """Give the ranks of all pairs of bytes, at 256 · left + right."""
+        """Return the ranks of all pairs of bytes, at 256 · left + right."""
         if self._pairs is None:
             left, right = np.divmod(np.arange(1 << 16), 256)
             self._byte_ranks = self._ranks(self._byte_array[left], self._byte_array[right])
@@ -125,14 +125,14 @@ class Merger:
             values = np.array(list(self._table.values()), dtype=np.int64).reshape(-1, 2)
             self._joined = np.zeros(len(values), dtype=np.int32)
             self._joined[values[:, 0]] = values[:, 1]
-            self._pairs = PairTable(room=8)
+            self._pairs = PairTable(slots_per_key=8)
             self._pairs.insert(pairs[:, 0].copy(), pairs[:, 1].copy(), values[:, 0].copy())
         found = self._pairs.find(left.astype(np.uint64), right.astype(np.uint64))
-        return np.where(found < 0, NEVER, found).astype(np.int32)
+        return np.where(found < 0, NO_RANK, found).astype(np.int32)
 
 
 def merge_short(ids: list[int], table: MergeTable) -> list[int]:
-    """Merge a word given as the ids of its bytes, quadratic in its length; uses the list up."""
+    """Merge a word given as the ids of its bytes, in O(n²); modifies the list."""
     get = table.get
     pairs = [get(pair) for pair in pairwise(ids)]
     while True:
@@ -154,10 +154,10 @@ def merge_short(ids: list[int], table: MergeTable) -> list[int]:
 
 
 def merge_long(ids: list[int], table: MergeTable) -> list[int]:
-    """Merge a word given as the ids of its bytes, in O(n log n); uses the list up."""
+    """Merge a word given as the ids of its bytes, in O(n log n); modifies the list."""
     n = len(ids)
     get = table.get
-    after = list(range(1, n + 1))  # the next live place; n: none
+    after = list(range(1, n + 1))  # the next position; n: none
     before = list(range(-1, n - 1))
     heap = []
     for i, pair in enumerate(pairwise(ids)):
@@ -169,7 +169,7 @@ def merge_long(ids: list[int], table: MergeTable) -> list[int]:
         rank, i, joined = heapq.heappop(heap)
         right = after[i]
         # An entry is stale when either side was merged since: then its pair is another one, or
-        # its place is gone (id −1).
+        # its position is gone (id −1).
         if right >= n or get((ids[i], ids[right])) != (rank, joined):
             continue
         ids[i] = joined
@@ -188,11 +188,13 @@ def merge_long(ids: list[int], table: MergeTable) -> list[int]:
     return [token for token in ids if token >= 0]
 
 
-def _in_order(ids: np.ndarray, places: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Put the ids of words, given word after word in the order `places`, in the words' order."""
-    taken = counts[places]
+def _restore_order(ids: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Reorder the ids of words, given in the order `positions`, to the words' original order."""
+    grouped_counts = counts[positions]
     ends = np.cumsum(counts)
-    target = np.repeat((ends - counts)[places] - (np.cumsum(taken) - taken), taken)
+    target = np.repeat(
+        (ends - counts)[positions] - (np.cumsum(grouped_counts) - grouped_counts), grouped_counts
+    )
     target += np.arange(len(ids))
     ordered = np.empty(len(ids), dtype=np.uint32)
     ordered[target] = ids

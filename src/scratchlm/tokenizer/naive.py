@@ -1,4 +1,4 @@
-"""Byte-level BPE as it is defined. Read this; run `train.py` and `bpe.py`, tested equal to it.
+"""Byte-level BPE as it is defined. Read this; run `training.py` and `bpe.py`, tested equal to it.
 
 Training (arXiv:1508.07909 §3.2, on bytes): a text is a multiset of words, a word a sequence of
 byte strings, at first its single bytes. Count the adjacent pairs; merge the most frequent one

@@ -1,10 +1,10 @@
-r"""The pre-tokenisation patterns: how a text falls into words before any merge.
+r"""The pre-tokenisation patterns: how a text is split into words before any merge.
 
-Merges never cross a word's border, so the pattern is part of what a tokenizer *is*. All named
+Merges never cross a word's border, so the pattern is part of a tokenizer's identity. All named
 patterns share one shape: a contraction, an optional character before a run of letters, a run of
 numbers, a run of everything else, and whitespace that leaves its last character to the next word
 (`\s+(?!\S)`). They differ in what may stand before the letters, in how many digits stay together,
-and in what becomes of line ends.
+and in how line ends are handled.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _GPT4 = _LLAMA3.replace(r"|\s*[\r\n]+", r"|\s++$|\s*[\r\n]+")
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 PATTERNS = {"gpt2": _GPT2, "gpt4": _GPT4, "llama3": _LLAMA3, "qwen2": _QWEN2}
-# The same two as tiktoken writes them.
-_ALSO = {
+# Two of them as tiktoken writes them.
+TIKTOKEN_SPELLINGS = {
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": "gpt2",
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "gpt4",
 }
 
-# A pattern that came from a file may be a trap: matching may take this long, plus what a slow but
-# honest pattern needs for a text's length.
+# A pattern from a file may backtrack catastrophically: matching may take this long, plus what a
+# slow but benign pattern needs for a text's length.
 MATCH_SECONDS = 10.0
 CHARACTERS_PER_SECOND = 100_000
 
 
 def pattern_name(pattern: str) -> str | None:
-    """Name a pattern given by name or as its regular expression; None if we have no name for it."""
+    """Name a pattern given by name or as its regular expression; None if it is not a named one."""
     if pattern in PATTERNS:
         return pattern
-    named = {text: name for name, text in PATTERNS.items()} | _ALSO
+    named = {text: name for name, text in PATTERNS.items()} | TIKTOKEN_SPELLINGS
     return named.get(pattern)
 
 
@@ -66,7 +66,7 @@ def compile_pattern(pattern: str) -> Any:
 def split_words(text: str, pattern: str) -> list[str]:
     """Split a text into words: the definition, which the fast splitter must equal.
 
-    What the pattern does not match becomes words of its own, so that the words joined are the
+    Unmatched text becomes words too, so that the words joined are the
     text. (The named patterns match every character.)
     """
     compiled = compile_pattern(pattern)

@@ -1,4 +1,4 @@
-"""What may go in: text without lone surrogates; and the special tokens in it, longest first."""
+"""Input checks (no lone surrogates) and splitting at special tokens, longest first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Allowed = Literal["all"] | Collection[str]
 
 
 def check_text(text: str, before: int = 0) -> None:
-    """Refuse what is no text; `before` characters of it came earlier."""
+    """Refuse anything but valid text; `before` characters of it came earlier."""
     if not isinstance(text, str):
         raise TypeError(f"text must be str; got {type(text).__name__}")
     if text.isascii():

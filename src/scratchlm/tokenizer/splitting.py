@@ -1,4 +1,4 @@
-r"""Split a text into words with array operations: what the named patterns match, without matching.
+r"""Split a text into words with array operations: the named patterns without a regex engine.
 
 A pattern's words begin where the *kind* of character changes (letter, number, whitespace, other),
 with a few corrections that look one or two characters around. So a text becomes an array of kinds,
@@ -49,7 +49,7 @@ RULES = {
     "qwen2": Rules(digits=1),
 }
 
-# A place where every named pattern begins a word, whatever comes before and after it, and where
+# A position where every named pattern begins a word, whatever comes before and after it, and where
 # NFC does not join the two sides: a space after a word, or ASCII punctuation or a digit (or CJK
 # punctuation) after a letter.
 _CUT = r"(?<=\S) |(?<=\p{L})[!-@\[-`{-~、。，！？]"
@@ -88,7 +88,7 @@ def word_starts(codes: np.ndarray, pattern: str) -> Mask:
 
 
 def last_cut(text: str, low: int, high: int) -> int:
-    """Find the last place in (low, high) where a text may be cut without changing its words.
+    """Find the last position in (low, high) where a text may be cut without changing its words.
 
     Returns `low` where there is none.
     """
@@ -97,7 +97,7 @@ def last_cut(text: str, low: int, high: int) -> int:
 
 
 def next_cut(text: str, low: int) -> int:
-    """Find the first place after `low` where a text may be cut; its end, where there is none."""
+    """Find the first position after `low` where a text may be cut; its end, where there is none."""
     match = _NEXT_CUT.search(text, low)
     return match.start() if match else len(text)
 
@@ -193,8 +193,8 @@ def _group_numbers(starts: Mask, kinds: np.ndarray, rules: Rules) -> None:
     first = np.ones(len(numbers), dtype=bool)
     first[1:] = np.diff(numbers) != 1
     heads = numbers[first]
-    place = numbers - heads[np.cumsum(first) - 1]  # within its run
-    starts[numbers[place % rules.digits == 0]] = True
+    index = numbers - heads[np.cumsum(first) - 1]  # within the run
+    starts[numbers[index % rules.digits == 0]] = True
 
 
 def _end_contractions(starts: Mask, codes: np.ndarray, fold: bool) -> None:

@@ -1,4 +1,4 @@
-"""Streams: ids out of pieces of text, wherever they are cut; text out of ids as they come."""
+"""Streaming: encode text that arrives in pieces, decode ids that arrive one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PIECE = 1 << 16  # characters gathered before they are encoded
 
 
 class StreamDecoder:
-    """Decode ids one at a time; what is given out, joined, equals decoding them at once."""
+    """Decode ids one at a time; the outputs, joined, equal decoding them at once."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -26,7 +26,7 @@ class StreamDecoder:
         return self._decoder.decode(self._token_bytes(token))
 
     def finish(self) -> str:
-        """Return what was held back, an unfinished character as U+FFFD, and start afresh."""
+        """Return what was held back, an unfinished character as U+FFFD, and reset."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
@@ -41,8 +41,8 @@ def settled_parts(
     """Regroup pieces of a text, holding back only what later text may still change.
 
     Each list holds texts with special tokens between them (the odd entries); one list's last text
-    and the next one's first are cut where `last_cut` allows it: it finds the last place in a range
-    where cutting changes no ids.
+    and the next one's first are cut where `last_cut` allows it: it finds the last position in a
+    range where a cut changes no ids.
     """
     margin = max(map(len, specials), default=0)
     held: list[str] = []
@@ -60,7 +60,7 @@ def settled_parts(
         if parts or cut:
             yield [*parts, rest[:cut]]
         held, size = [rest[cut:]], len(rest) - cut
-        # A text that cannot be cut is looked at again only once it has doubled: linear in all.
+        # A text that cannot be cut is scanned again only once it has doubled: linear in total.
         wanted = max(enough, 2 * size)
     yield split_at_specials("".join(held), specials)
 

@@ -4,8 +4,8 @@ Ids: 0 to 255 are the bytes, then come the merges in order, then the special tok
 counts all of them.
 
 Files are read a piece at a time and cut at special tokens, or where cutting cannot change a word;
-the pieces are counted by a few threads (the array operations run without the interpreter's lock).
-Memory grows with the number of different words, not with the files.
+the pieces are counted by a few threads (the array operations release the GIL).
+Memory grows with the number of distinct words, not with the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scratchlm.tokenizer.streaming import settled_parts
 from scratchlm.tokenizer.vocabulary import MAX_ID, check_special_tokens
 from scratchlm.tokenizer.words import WordIndex, split_bytes
 
-# What a progress callback hears: the stage ("count": bytes, "merge": merges), done, of how many
+# Arguments of a progress callback: the stage ("count": bytes, "merge": merges), done, of how many
 # (0: not known).
 Progress = Callable[[str, int, int], None]
 Files = str | Path | Sequence[str | Path]
@@ -143,14 +143,14 @@ def _texts(
     total = sum(known) if len(known) == len(paths) else 0
     done = 0
 
-    def heard(size: int) -> None:
+    def on_read(size: int) -> None:
         nonlocal done
         done += size
         if progress is not None:
             progress("count", done, total)
 
     for path in paths:
-        for parts in settled_parts(read_text(path, heard), specials, cut, READ):
+        for parts in settled_parts(read_text(path, on_read), specials, cut, READ):
             yield from parts[::2]
 
 
@@ -168,7 +168,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def read_text(path: str | Path, heard: Callable[[int], None] | None = None) -> Iterator[str]:
+def read_text(path: str | Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
     """Read a UTF-8 file, or standard input for `-`, in pieces; line ends stay as they are."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
@@ -178,8 +178,8 @@ def read_text(path: str | Path, heard: Callable[[int], None] | None = None) -> I
         while data := file.read(READ):
             yield _decoded(decoder, data, False, path, offset)
             offset += len(data)
-            if heard is not None:
-                heard(len(data))
+            if on_read is not None:
+                on_read(len(data))
         yield _decoded(decoder, b"", True, path, offset)
     finally:
         if not from_stdin:

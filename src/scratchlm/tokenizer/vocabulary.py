@@ -1,10 +1,10 @@
-"""What makes a vocabulary valid: all bytes, no token twice, merges only between known tokens."""
+"""Validation of vocabularies: all bytes, no token twice, merges only between known tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-MAX_ID = (1 << 24) - 1  # far above any vocabulary; a greater id is a mistake that would cost memory
+MAX_ID = (1 << 24) - 1  # far above any vocabulary; a larger id is an error that would cost memory
 
 
 def check_id(token: object, what: str) -> int:
@@ -40,7 +40,7 @@ def check_special_tokens(tokens: Sequence[str]) -> list[str]:
 def add_special_tokens(
     vocab: dict[int, bytes], tokens: Sequence[str] | Mapping[str, int]
 ) -> dict[str, int]:
-    """Give special tokens their ids, new ones at the vocabulary's end where it lacks them."""
+    """Assign ids to special tokens; those missing from the vocabulary get new ones at its end."""
     named: Mapping[str, int] = tokens if isinstance(tokens, Mapping) else {}
     checked = check_special_tokens(list(named) if named else tokens)  # type: ignore[arg-type]
     if not checked:
@@ -59,7 +59,7 @@ def add_special_tokens(
 
 
 def check_vocab(vocab: Mapping[int, bytes], whole: Mapping[str, int]) -> dict[bytes, int]:
-    """Check a vocabulary and turn it round: from bytes to id, without the tokens found whole."""
+    """Check a vocabulary and invert it: bytes → id, without special and added tokens."""
     found_whole = set(whole.values())
     id_of: dict[bytes, int] = {}
     for i, piece in vocab.items():

@@ -1,8 +1,8 @@
-"""Encode many words at once: each different word is merged once, and the rest is looking up.
+"""Encode many words at once: each distinct word is merged once, then looked up.
 
 The words of a text are numbered (`words.py`); each number has its ids in one pool, at an offset,
-so the ids of a whole text are gathered with array operations. What is kept is bounded: past the
-limit everything is forgotten and learnt again.
+so the ids of a whole text are gathered with array operations. The cache is bounded: past the
+limit it is cleared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class WordCache:
     def __init__(
         self, merge: Callable[[list[bytes]], tuple[np.ndarray, np.ndarray]], pattern: str
     ) -> None:
-        """Take the function that merges words: all their ids in a row, and how many each has."""
+        """`merge` returns the ids of all words, concatenated, and how many each has."""
         self._pattern = pattern
         self._merge = merge
         self._index = WordIndex()
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._index.clear()
         self._bytes = 0
         self._known = 0  # words that have their ids
@@ -43,17 +43,17 @@ class WordCache:
         self._count = np.empty(1 << 12, dtype=np.int64)
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts: all their ids in a row, and where each text's ids end."""
+        """Encode texts: all their ids, concatenated, and where each text's ids end."""
         ids, ends = [], []
         total = 0
-        waiting = blocks(texts, cuttable=self._pattern in RULES)
+        pending = blocks(texts, cuttable=self._pattern in RULES)
         # Blocks stay small for the processor's cache, but merging new words pays by the thousand:
-        # number the words of several blocks, learn what is new, then gather their ids.
-        while group := list(islice(waiting, GROUP)):
+        # number the words of several blocks, merge the new ones, then gather all ids.
+        while group := list(islice(pending, GROUP)):
             if self._known > MAX_WORDS or self._bytes > MAX_BYTES:
-                self._forget()
+                self._clear()
             numbered = [self._number(block) for block, _ in group]
-            self._learn()
+            self._merge_new()
             for (numbers, separators), (_, closes) in zip(numbered, group, strict=True):
                 block_ids, block_ends = self._gather(numbers, separators)
                 ids.append(block_ids)
@@ -61,8 +61,8 @@ class WordCache:
                 total += len(block_ids)
         if len(ids) == 1:
             return ids[0], ends[0]
-        nothing = np.empty(0, dtype=np.int64)
-        return np.concatenate([nothing.astype(np.uint32), *ids]), np.concatenate([nothing, *ends])
+        empty = np.empty(0, dtype=np.int64)
+        return np.concatenate([empty.astype(np.uint32), *ids]), np.concatenate([empty, *ends])
 
     def _number(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Number the words of texts, and say which of them are separators."""
@@ -78,11 +78,11 @@ class WordCache:
         counts[separators] = 0
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        places = np.repeat(self._offset[numbers] - (ends - counts), counts)
-        places += np.arange(total)
-        return self._pool[places], np.append(ends[separators], total)
+        positions = np.repeat(self._offset[numbers] - (ends - counts), counts)
+        positions += np.arange(total)
+        return self._pool[positions], np.append(ends[separators], total)
 
-    def _learn(self) -> None:
+    def _merge_new(self) -> None:
         """Merge the words numbered since the last time."""
         words = self._index.words[self._known :]
         if not words:
@@ -101,16 +101,14 @@ class WordCache:
 
 
 def blocks(texts: list[str], cuttable: bool) -> Iterator[tuple[list[str], bool]]:
-    """Group texts, and cut long ones, into blocks; say of each whether its last text ends there."""
+    """Group texts, and cut long ones, into blocks; with each, whether its last text ends there."""
     block: list[str] = []
     size = 0
     for text in texts:
         start = 0
         while cuttable and size + len(text) - start > BLOCK:
             cut = last_cut(text, start, start + BLOCK - size)
-            if (
-                cut == start
-            ):  # no place in reach: take the texts so far, or the first place there is
+            if cut == start:  # no cut in range: take the texts so far, or cut at the next one
                 if block:
                     yield block, True
                     block, size = [], 0

@@ -1,4 +1,4 @@
-"""Number the words of a text: the same word, the same number, for millions of words at once.
+"""Map the words of a text to numbers, vectorised: the same word, the same number.
 
 A word of up to 15 bytes packs into two 64-bit integers (its bytes, and its length in the last
 one), so a whole array of words is looked up in an open-addressing hash table with a few array
@@ -65,7 +65,7 @@ class WordIndex:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all words."""
+        """Remove all words."""
         self.words: list[bytes] = []
         self._long: dict[bytes, int] = {}
         self._table = PairTable()
@@ -101,8 +101,8 @@ class WordIndex:
         numbers = self._table.find(low, high)
         missing = np.flatnonzero(numbers < 0)
         while len(missing):
-            # One of each unseen word. Two words that share a hash are told apart by comparing:
-            # the one left out is still missing, and has its turn next.
+            # One of each unseen word. Of two words that share a hash, one is inserted now; the
+            # other is still missing and is inserted in the next round.
             _, first = np.unique(hash_pairs(low[missing], high[missing]), return_index=True)
             first.sort()
             new = missing[first]

@@ -8,7 +8,7 @@ from scratchlm.training.metrics import read_metrics
 from scratchlm.training.optimizers import AdamW, Muon, clip_grad_norm, make_optimizers
 from scratchlm.training.plan import DataFiles, Plan, has_run, read_plan, write_plan
 from scratchlm.training.report import Section, write_report
-from scratchlm.training.run import Reached, Run, fingerprint, hold_run
+from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.schedules import (
     constant_schedule,
     cosine_schedule,
@@ -50,7 +50,7 @@ __all__ = [
     "write_report",
     "Section",
     "Run",
-    "Reached",
+    "Progress",
     "hold_run",
     "fingerprint",
     "Interruption",

@@ -1,4 +1,4 @@
-"""How good a model is on text it has not been trained on.
+"""Evaluation on held-out text: loss, perplexity, bits per byte.
 
     loss            Σ −ln p(target) / number of targets        nats per token
     perplexity      e^loss
@@ -26,7 +26,7 @@ from scratchlm.model import TransformerLM
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of one evaluation; `bits_per_byte` where the bytes are known."""
+    """The results of one evaluation; `bits_per_byte` is None if the bytes are unknown."""
 
     loss: float
     targets: int
@@ -34,12 +34,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e^loss; infinite where that is too large to write."""
+        """e^loss; infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits, shared among the bytes of the text."""
+        """The total loss in bits, divided by the bytes of the text."""
         if not self.num_bytes:
             return None
         return self.loss * self.targets / math.log(2) / self.num_bytes
@@ -55,7 +55,7 @@ def evaluate(
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Measure the loss over `batches` (0: all of them); None where `should_stop` broke it off."""
+    """Measure the loss over `batches` (0: all of them); None if `should_stop` interrupted it."""
     device = next(model.parameters()).device
     means: list[Tensor] = []
     counts: list[int] = []
@@ -68,16 +68,16 @@ def evaluate(
         if not count:
             continue
         if bytes_per_id is not None:
-            counted = batch.targets[batch.targets != IGNORE_INDEX]
-            num_bytes += int(bytes_per_id[counted].sum())
-        moved = batch.to(device, non_blocking=True)
+            valid_targets = batch.targets[batch.targets != IGNORE_INDEX]
+            num_bytes += int(bytes_per_id[valid_targets].sum())
+        on_device = batch.to(device, non_blocking=True)
         with autocast:
-            logits = model(moved.inputs, document_ids=moved.document_ids)
-            mean = model.ops.cross_entropy(logits, moved.targets, ignore_index=IGNORE_INDEX)
+            logits = model(on_device.inputs, document_ids=on_device.document_ids)
+            mean = model.ops.cross_entropy(logits, on_device.targets, ignore_index=IGNORE_INDEX)
         means.append(mean)
         counts.append(count)
     if not counts:
         raise ValueError("there is nothing to evaluate on: no targets")
-    per_batch = torch.stack(means).tolist()  # the one wait for the device
+    per_batch = torch.stack(means).tolist()  # the only synchronisation with the device
     total = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
     return Evaluation(total / sum(counts), sum(counts), num_bytes or None)

@@ -1,8 +1,7 @@
 """Ctrl-C and SIGTERM: ask the loop to stop at the next step; a second one ends the process.
 
-The second needs no cooperation: after the first signal the system's own handling is put back, so
-that another ends the process at once, even inside a long computation. That loses no more than a
-kill would: nothing that was saved.
+After the first signal the default handlers are restored, so that a second one ends the process at
+once, even inside a long computation. That loses no more than a kill would: nothing that was saved.
 """
 
 from __future__ import annotations
@@ -20,33 +19,33 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass
 class Interruption:
-    """Which signal asked us to stop, if one did."""
+    """The signal that asked the run to stop, if any."""
 
     signal: int | None = None
 
     def __call__(self) -> bool:
-        """Say whether to stop."""
+        """Return whether to stop."""
         return self.signal is not None
 
     @property
     def exit_status(self) -> int:
-        """What a shell expects of a process a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The shell's convention, 128 + signal: 130 for Ctrl-C, 143 for SIGTERM."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextlib.contextmanager
 def watch_signals(notice: str = "") -> Iterator[Interruption]:
-    """Catch the first SIGINT or SIGTERM, and say `notice` on stderr at once.
+    """Catch the first SIGINT or SIGTERM, and print `notice` to stderr at once.
 
     Outside the main thread nothing is caught.
     """
-    asked = Interruption()
+    interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield interruption
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        asked.signal = number
+        interruption.signal = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         with contextlib.suppress(OSError):
@@ -54,7 +53,7 @@ def watch_signals(notice: str = "") -> Iterator[Interruption]:
 
     before = {each: signal.signal(each, handle) for each in SIGNALS}
     try:
-        yield asked
+        yield interruption
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -1,7 +1,7 @@
-"""A model and all that moves it: what one step changes, and what a checkpoint must hold.
+"""A model and all that trains it: what one step changes, and what a checkpoint must hold.
 
-Parallel code and compilation are applied here, from outside; the model stays the plain one, and
-its state dict keeps its names. The training state, beside the weights, is
+Acceleration, compilation, checkpointing and precision are applied here, from outside; the state
+dict keeps its names. The training state, beside the weights, is
 
     KEY.PARAMETER    the optimizer's tensors, such as exp_avg.layers.0.ln1.weight
     raw.PARAMETER    where an average is kept: the weights it is the average of
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -25,16 +24,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from scratchlm import acceleration
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.ops import OPS, Ops, fast
-from scratchlm.training.optimizers import AdamW, make_optimizers
+from scratchlm.ops import Ops
+from scratchlm.training.optimizers import ScalesGradients, WritesShadowWeights, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.shares import Shares
-from scratchlm.training.twins import Twins
 
 
 class Learner:
@@ -48,6 +47,11 @@ class Learner:
         self.model = model
         self.device = next(model.parameters()).device
         self.settings = settings = settings.resolved(self.device.type)
+        check_applicable(settings, self.device.type)
+        if settings.accelerate:
+            acceleration.accelerate(model)
+        else:
+            acceleration.plain(model)
         self.optimizers = make_optimizers(
             model,
             settings.optimizer,
@@ -66,19 +70,18 @@ class Learner:
         apply_checkpointing(model, settings.checkpointing, settings.checkpointed_layers)
         apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
-        self.twins: Twins | None = None
-        if settings.precision != "fp32" and self.device.type == "cuda":
-            self.twins = Twins(
-                model, low_gradients=all(isinstance(o, AdamW) for o in self.optimizers)
-            )
+        self.shadow = None
+        if settings.accelerate and settings.precision != "fp32" and self.device.type == "cuda":
+            low = all(isinstance(optimizer, ScalesGradients) for optimizer in self.optimizers)
+            self.shadow = acceleration.shadow_weights(model, low_gradients=low)
             for optimizer in self.optimizers:
-                if hasattr(optimizer, "write_twins"):
-                    optimizer.write_twins(self.twins)
+                if isinstance(optimizer, WritesShadowWeights):
+                    optimizer.write_shadow_weights(self.shadow)
         self.shares: Shares | None = None
-        if settings.shares > 1 and self.device.type == "cpu":
+        if settings.shares > 1:
             self.shares = Shares(settings.shares)
         self.recorded: RecordedBackward | None = None
-        if settings.cuda_graph and self.device.type == "cuda":
+        if settings.cuda_graph:
             self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -91,7 +94,7 @@ class Learner:
         if self.shares is not None:
             return self._backward_in_shares(self.shares, batch, weight)
         batch = batch.to(self.device, non_blocking=True)
-        with contextlib.nullcontext() if self.twins is None else self.twins.shown():
+        with contextlib.nullcontext() if self.shadow is None else self.shadow.visible():
             share = self._weighed_loss(batch, weight)
             share.backward()
         return share.detach()
@@ -219,25 +222,41 @@ def build_model(
 # Means applied from outside
 
 
+def check_applicable(settings: TrainConfig, device: str) -> None:
+    """Refuse by name a setting that cannot apply to a model on such a device."""
+    if settings.cuda_graph and device != "cuda":
+        raise ScratchLMError(f"train.cuda_graph needs a CUDA device; the model is on {device}")
+    if settings.cuda_graph and settings.micro_batch_size != settings.batch_size:
+        raise ScratchLMError(
+            "train.cuda_graph records whole batches: train.micro_batch_size must be "
+            f"train.batch_size={settings.batch_size}; got {settings.micro_batch_size}"
+        )
+    if settings.shares > 1 and device != "cpu":
+        raise ScratchLMError(f"train.shares is for a CPU; the model is on {device}")
+    if settings.precision == "fp8" and device != "cuda":
+        raise ScratchLMError(f"train.precision=fp8 needs a CUDA device; the model is on {device}")
+    if settings.precision == "fp8" and not settings.accelerate:
+        raise ScratchLMError("train.precision=fp8 needs train.accelerate")
+    if settings.accelerate and not acceleration.is_available():
+        raise ScratchLMError("train.accelerate needs scratchlm.accelerate, which is not there")
+    if settings.checkpointed_layers is not None and settings.checkpointing == "none":
+        raise ScratchLMError("train.checkpointed_layers needs train.checkpointing")
+
+
 def apply_precision(model: TransformerLM, precision: str | None) -> None:
     """Let the residual stream, or also the layers' products, run lower than autocast has them."""
     if precision in ("bf16-residual", "fp8"):
         embeddings = model.token_embeddings
-        embeddings.register_forward_hook(_in_bfloat16)
-        if embeddings.ops.embedding is fast.embedding:  # spares the hook its cast, both ways
-            embeddings.ops = replace(embeddings.ops, embedding=fast.low_embedding)
+        if hasattr(embeddings, "low_precision"):  # accelerated: rows are written so
+            embeddings.low_precision = True  # type: ignore[assignment]
+        else:
+            embeddings.register_forward_hook(_in_bfloat16)
     if precision == "fp8":
-        device = model.token_embeddings.weight.device
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            name = torch.cuda.get_device_name(device)
-            raise ScratchLMError(f"precision fp8 needs a GPU that multiplies 8 bits; got {name}")
-        for module in model.layers.modules():
-            if getattr(module, "ops", None) is OPS["fast"]:
-                module.ops = OPS["fp8"]  # type: ignore[assignment]
+        acceleration.enable_fp8(model)
 
 
 def _in_bfloat16(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Begin the residual stream in bfloat16, where products run so; nothing after widens it."""
+    """Start the residual stream in bfloat16, where products run so; nothing after widens it."""
     return output.bfloat16() if torch.is_autocast_enabled(output.device.type) else output
 
 
@@ -249,17 +268,17 @@ class _Recomputed(torch.nn.Module):
         return checkpoint(super().forward, *inputs, use_reentrant=False, **options)
 
 
-class _PartlyRecomputed(torch.nn.Module):
-    """The same, but what is dear is kept: matrix products and attention."""
+class _SelectivelyRecomputed(torch.nn.Module):
+    """The same, but results of matrix products and attention are kept."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's own forward, keeping its inputs and its dear results."""
-        kept = partial(create_selective_checkpoint_contexts, _keep_products)
+        """Run the module's own forward, keeping its inputs and the results of `SAVED_OPS`."""
+        kept = partial(create_selective_checkpoint_contexts, _save_products)
         return checkpoint(super().forward, *inputs, use_reentrant=False, context_fn=kept, **options)
 
 
 _aten = torch.ops.aten
-_DEAR = {
+SAVED_OPS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -271,23 +290,23 @@ _DEAR = {
 
 
 # By name: they are there only where they have run.
-_DEAR_OF_OURS = {
-    "scratchlm::swiglu",
-    "scratchlm::turned_product",
-    "scratchlm::attend_heads",
-    "scratchlm::causal_attention",
-}
+@cache
+def saved_custom_ops() -> frozenset[str]:
+    """Return the custom operators whose results are kept: CPU attention's, and the fusions'."""
+    return frozenset({"scratchlm::causal_attention", *acceleration.saved_operators()})
 
 
-def _keep_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    if op in _DEAR or op.name() in _DEAR_OF_OURS:
+def _save_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    if op in SAVED_OPS or op.name() in saved_custom_ops():
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
 def _recomputed(kind: type, how: type) -> type:
-    return type(f"{how.__name__}{kind.__name__}", (how, kind), {})
+    made = type(f"{how.__name__}{kind.__name__}", (how, kind), {})
+    acceleration.register_class(made, kind)
+    return made
 
 
 # policy -> the parts of a layer it recomputes, and how
@@ -295,12 +314,12 @@ _CHECKPOINTING: dict[str, dict[str, type]] = {
     "none": {},
     "attention": {"attn": _Recomputed},
     "ffn": {"ffn": _Recomputed},
-    "selective": {"attn": _PartlyRecomputed, "ffn": _Recomputed},
+    "selective": {"attn": _SelectivelyRecomputed, "ffn": _Recomputed},
     "block": {"": _Recomputed},
 }
 # the same for the layers past `checkpointed_layers`
 _BEYOND: dict[str, dict[str, type]] = {
-    "selective": {"attn": _PartlyRecomputed, "ffn": _PartlyRecomputed}
+    "selective": {"attn": _SelectivelyRecomputed, "ffn": _SelectivelyRecomputed}
 }
 
 
@@ -319,10 +338,14 @@ def apply_checkpointing(model: TransformerLM, policy: str, layers: int | None = 
 
 
 def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
-    """Return the loss, compiled whole or layer by layer; names in the state dict stay."""
+    """Return the loss, compiled whole or layer by layer; names in the state dict stay.
+
+    Every shape has a graph of its own: one with symbolic sizes may sum in another order, and which
+    of the two a run gets would depend on the shapes it has seen, and so on whether it was resumed.
+    """
     if how == "model":
-        return torch.compile(model.loss)
+        return torch.compile(model.loss, dynamic=False)
     if how == "block":
         for layer in model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)
     return model.loss

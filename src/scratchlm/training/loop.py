@@ -1,8 +1,8 @@
 """The training loop.
 
-After every update the run stands at a step. What is due there is done in a fixed order: evaluate,
-save, stop; then comes the next update. A run that is resumed enters at the same place: whatever
-its last life did not get to do there is done now. Batches and learning rates are functions of the
+After every update, what is due at that step is done in a fixed order: evaluate, save, stop; then
+comes the next update. A resumed run enters the loop at the same point: whatever the previous
+session had not finished at that step is done now. Batches and learning rates are functions of the
 step, so there is nothing else to restore.
 """
 
@@ -30,24 +30,24 @@ from scratchlm.training.throughput import Throughput
 
 
 class Watcher:
-    """Told what happens in a run; the command line draws it, TensorBoard logs it."""
+    """Callbacks of a run; the command line draws it, TensorBoard logs it."""
 
     def stepped(self, record: dict[str, Any]) -> None:
-        """Take the line of one step."""
+        """Called after each step with its log line."""
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Take the line of one evaluation."""
+        """Called after each evaluation with its log line."""
 
     def sampled(self, record: dict[str, Any]) -> None:
-        """Take what the model wrote."""
+        """Called with the texts the model generated."""
 
     def saved(self, path: Path) -> None:
-        """Take the place of a new checkpoint."""
+        """Called with the path of a new checkpoint."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from and is measured on."""
+    """Training and validation batches of a run."""
 
     train: Batches
     validation: ValidationBatches | None = None
@@ -67,44 +67,44 @@ def train(
     sample: Sampler | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Train from where the run stands; say why it ended: finished, early stop, interrupted."""
-    settings, reached = learner.settings, run.reached
+    """Train from the current step; return why it stopped: finished, early stop, interrupted."""
+    settings, progress = learner.settings, run.progress
     lr_at = schedule_of(settings)
-    ahead = cast(Generator[Batch], data.train.iterate(reached.step, settings.steps))
-    with contextlib.closing(ahead) as batches:
+    prefetched = cast(Generator[Batch], data.train.iterate(progress.step, settings.steps))
+    with contextlib.closing(prefetched) as batches:
         while True:
             improved = _evaluate_if_due(learner, data, run, watchers, sample, should_stop)
-            ended = _why_ended(learner, run, should_stop)
-            due = reached.step and reached.step % (settings.save_every or 1) == 0
-            if (due or improved or (ended and reached.step)) and not run.is_saved:
+            reason = _stop_reason(learner, run, should_stop)
+            due = progress.step and progress.step % (settings.save_every or 1) == 0
+            if (due or improved or (reason and progress.step)) and not run.is_saved:
                 path = run.save(learner)
                 for watcher in watchers:
                     watcher.saved(path)
-            if ended:
-                return ended
+            if reason:
+                return reason
             began = time.perf_counter()
-            step = reached.step + 1
-            result = take_step(learner, next(batches), step, lr_at(step))
+            step = progress.step + 1
+            step_result = take_step(learner, next(batches), step, lr_at(step))
             seconds = time.perf_counter() - began
-            reached.step, reached.seconds = step, reached.seconds + seconds
+            progress.step, progress.seconds = step, progress.seconds + seconds
             record = {
                 "step": step,
-                "loss": result.loss,
+                "loss": step_result.loss,
                 "lr": lr_at(step),
-                "grad_norm": result.grad_norm,
+                "grad_norm": step_result.grad_norm,
                 "tokens": step * settings.tokens_per_step(learner.model.config),
-                "clock": throughput.record(seconds, reached.seconds),
+                "clock": throughput.record(seconds, progress.seconds),
             }
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.stepped(record)
 
 
-def _why_ended(learner: Learner, run: Run, should_stop: Callable[[], bool]) -> str:
-    patience, reached = learner.settings.patience, run.reached
-    if reached.step >= learner.settings.steps:
+def _stop_reason(learner: Learner, run: Run, should_stop: Callable[[], bool]) -> str:
+    patience, progress = learner.settings.patience, run.progress
+    if progress.step >= learner.settings.steps:
         return "finished"
-    if patience and reached.evaluations_since_best >= patience:
+    if patience and progress.evaluations_since_best >= patience:
         return "early stop"
     return "interrupted" if should_stop() else ""
 
@@ -117,15 +117,15 @@ def _evaluate_if_due(
     sample: Sampler | None,
     should_stop: Callable[[], bool],
 ) -> bool:
-    """Evaluate where the run stands unless that has been done; say whether it is the best."""
-    settings, reached = learner.settings, run.reached
-    every, last = settings.eval_every, reached.step >= settings.steps
-    if not every or (reached.step % every and not last) or reached.evaluated == reached.step:
+    """Evaluate if due at this step and not done yet; return whether the loss is the best so far."""
+    settings, progress = learner.settings, run.progress
+    every, last = settings.eval_every, progress.step >= settings.steps
+    if not every or (progress.step % every and not last) or progress.evaluated == progress.step:
         return False
     best = False
     with learner.best_weights() as model:
         if data.validation is not None:
-            found = evaluate(
+            result = evaluate(
                 model,
                 data.validation,
                 max_batches=settings.eval_batches,
@@ -133,28 +133,28 @@ def _evaluate_if_due(
                 autocast=learner.autocast(),
                 should_stop=should_stop,
             )
-            if found is None:  # asked to stop in the middle: the next life evaluates here
+            if result is None:  # interrupted: the resumed run evaluates at this step
                 return False
-            best = found.loss < (math.inf if reached.best_loss is None else reached.best_loss)
-            reached.evaluations_since_best += 1
+            best = result.loss < (math.inf if progress.best_loss is None else progress.best_loss)
+            progress.evaluations_since_best += 1
             if best:
-                reached.best_loss, reached.best_step = found.loss, reached.step
-                reached.evaluations_since_best = 0
+                progress.best_loss, progress.best_step = result.loss, progress.step
+                progress.evaluations_since_best = 0
             record: dict[str, Any] = {
-                "step": reached.step,
-                "val_loss": finite(found.loss),
-                "val_perplexity": finite(found.perplexity),
-                "bits_per_byte": finite(found.bits_per_byte),
+                "step": progress.step,
+                "val_loss": finite(result.loss),
+                "val_perplexity": finite(result.perplexity),
+                "bits_per_byte": finite(result.bits_per_byte),
                 "best": best,
-                "clock": {"seconds": reached.seconds},
+                "clock": {"seconds": progress.seconds},
             }
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.evaluated(record)
         if sample is not None:
-            record = {"step": reached.step, "samples": sample(model, reached.step)}
+            record = {"step": progress.step, "samples": sample(model, progress.step)}
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.sampled(record)
-    reached.evaluated = reached.step
-    return best and reached.step > 0
+    progress.evaluated = progress.step
+    return best and progress.step > 0

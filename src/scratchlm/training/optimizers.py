@@ -1,4 +1,4 @@
-"""The optimizers from their formulas, which fast twin stands for each, and gradient clipping.
+"""The optimizers from their formulas, the fast implementation of each, and gradient clipping.
 
 AdamW (arXiv:1711.05101, algorithm 2; bias correction from arXiv:1412.6980), at step t:
 
@@ -25,18 +25,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scratchlm.accelerate.kernels import launches_for
+from scratchlm import acceleration
 
 CLIP_EPS = 1e-6
 # Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that multiplies gradients, of any float dtype, by a factor as it reads them."""
+
+    def prepare(self) -> Any:
+        """Return what a step can do before the gradients are computed."""
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: Tensor | None = None,
+        prepared: Any = None,
+    ) -> Any:
+        """Move every parameter that has a gradient once."""
+
+
+@runtime_checkable
+class WritesShadowWeights(Protocol):
+    """An optimizer that writes the bf16 shadow weights of what it moves."""
+
+    def write_shadow_weights(self, shadow: Any) -> None:
+        """From now on, write them too."""
 
 
 class AdamW(Optimizer):
@@ -176,7 +201,7 @@ def _check_not_negative(**values: float) -> None:
             raise ValueError(f"{name} must be finite and >= 0; got {name}={value}")
 
 
-# Which parameters, and which twin
+# Which parameters, and which implementation
 
 
 def make_optimizers(
@@ -228,7 +253,10 @@ def make_optimizers(
 
 def _fast_adamw(parameters: Iterable[Tensor]) -> Callable[..., Optimizer]:
     """Return the kernel's, where it can move all of them; torch's elsewhere."""
-    if all(launches_for(p) and p.dtype == torch.float32 and p.is_contiguous() for p in parameters):
+    if all(
+        acceleration.launches_for(p) and p.dtype == torch.float32 and p.is_contiguous()
+        for p in parameters
+    ):
         from scratchlm.training.kernel_adamw import KernelAdamW
 
         return KernelAdamW

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tomllib
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.settings import TrainConfig
 
@@ -68,17 +68,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "data": plan.data.to_dict(run),
         }
     )
-    beside = run / f".{NAME}.{os.getpid()}"
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text.lstrip("\n"))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(run / NAME)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+    write_atomically(run / NAME, text.lstrip("\n").encode())
 
 
 def read_plan(run: str | os.PathLike[str]) -> Plan:

@@ -1,4 +1,4 @@
-"""Pictures of runs: the loss as it fell, the learning rate, the throughput; several runs together.
+"""Plots of runs: loss, learning rate and throughput of one run; losses of several runs together.
 
 Drawn with matplotlib's figure objects alone: no window, no global state.
 """
@@ -27,7 +27,7 @@ class Curves:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]]) -> Curves:
-        """Take the columns out of the lines of `metrics.jsonl`."""
+        """Extract the columns from the lines of `metrics.jsonl`."""
         train = [record for record in records if "loss" in record]
         val = [record for record in records if record.get("val_loss") is not None]
         return cls(
@@ -40,18 +40,18 @@ class Curves:
         )
 
     def smooth_loss(self) -> list[float]:
-        """Average the loss over the last fiftieth of the run or so."""
-        keep = 1 - 1 / max(1.0, len(self.loss) / 50)
+        """Exponential moving average over about a fiftieth of the run, bias-corrected."""
+        decay = 1 - 1 / max(1.0, len(self.loss) / 50)
         out: list[float] = []
-        level = weight = 0.0
+        mean = weight = 0.0
         for value in self.loss:
-            level, weight = keep * level + (1 - keep) * value, keep * weight + (1 - keep)
-            out.append(level / weight)
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+            out.append(mean / weight)
         return out
 
 
 def draw_run(records: Sequence[Mapping[str, Any]], floor: float | None = None) -> bytes:
-    """Draw one run as a PNG; `floor` is a loss that no model can beat, where it is known."""
+    """Draw one run as a PNG; `floor` is the entropy of the data, if known: no model can beat it."""
     from matplotlib.figure import Figure
 
     curves = Curves.of(records)
@@ -72,23 +72,23 @@ def draw_run(records: Sequence[Mapping[str, Any]], floor: float | None = None) -
         )
     if floor is not None:
         top.axhline(floor, color="#111827", ls="--", lw=1.2, label=f"entropy floor {floor:.4f}")
-    _frame(top, "step", "loss (nats per token)")
-    _limit(top, curves, floor)
+    _style_axes(top, "step", "loss (nats per token)")
+    _set_loss_limits(top, curves, floor)
     top.legend(frameon=False)
     rate = figure.add_subplot(grid[1, 0])
     rate.plot(curves.steps, curves.lr, color=COLOURS[4], lw=1.4)
-    _frame(rate, "step", "learning rate")
+    _style_axes(rate, "step", "learning rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     speed = figure.add_subplot(grid[1, 1])
     speed.plot(curves.steps, curves.tokens_per_second, color=COLOURS[2], lw=1.2)
     speed.set_ylim(bottom=0)
-    _frame(speed, "step", "tokens per second")
+    _style_axes(speed, "step", "tokens per second")
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     return _png(figure)
 
 
 def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Draw the losses of several runs together: training faint, held-out strong."""
+    """Draw the losses of several runs together: training faint, held-out bold."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
@@ -117,16 +117,16 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
             lows.append(min(values))
             highs.append(sorted(values)[len(values) * 9 // 10])
     if lows:
-        room = max(0.05, max(highs) - min(lows))
-        axes.set_ylim(min(lows) - 0.05 * room, max(highs) + 0.4 * room)
-    _frame(axes, "step", "loss (nats per token)")
+        span = max(0.05, max(highs) - min(lows))
+        axes.set_ylim(min(lows) - 0.05 * span, max(highs) + 0.4 * span)
+    _style_axes(axes, "step", "loss (nats per token)")
     axes.set_title("held-out loss (training loss faint)", fontsize=10, color=GREY, loc="left")
     axes.legend(frameon=False)
     return _png(figure)
 
 
-def _limit(axes: Any, curves: Curves, floor: float | None) -> None:
-    """Leave the first steep fall out of the picture where it would flatten all the rest."""
+def _set_loss_limits(axes: Any, curves: Curves, floor: float | None) -> None:
+    """Exclude the steep initial drop from the y-range, where it would flatten the rest."""
     values = curves.loss[len(curves.loss) // 50 :] + curves.val_loss[1:]
     if not values:
         return
@@ -135,7 +135,7 @@ def _limit(axes: Any, curves: Curves, floor: float | None) -> None:
     axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
 
 
-def _frame(axes: Any, x: str, y: str) -> None:
+def _style_axes(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x, color=GREY)
     axes.set_ylabel(y, color=GREY)
     axes.grid(alpha=0.25, lw=0.6)

@@ -1,4 +1,4 @@
-"""`report.html`: what a run was, how it went, what it wrote; one file that needs nothing else."""
+"""`report.html`: a run's config, curves, samples and accounting in one self-contained file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from scratchlm.training.throughput import CONVENTION, make_throughput
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report that the caller brings; `body` is HTML."""
+    """A caller-provided section of the report; `body` is HTML."""
 
     title: str
     body: str
@@ -53,7 +53,7 @@ def write_report(
     if not any("loss" in record for record in records):
         raise ScratchLMError(f"{run}: no step has been made yet; there is nothing to report")
     picture = draw_run(records, floor)
-    parts = [
+    all_sections = [
         Section("In short", _summary(records, floor)),
         Section(
             "Loss, learning rate, throughput",
@@ -68,7 +68,7 @@ def write_report(
         title=html.escape(title or f"Training run {run.absolute().name}"),
         body="\n".join(
             f"<section><h2>{html.escape(part.title)}</h2>\n{part.body}</section>"
-            for part in parts
+            for part in all_sections
             if part.body
         ),
     )
@@ -79,7 +79,7 @@ def write_report(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lay rows out as an HTML table; every cell is plain text."""
+    """Format rows as an HTML table; every cell is plain text."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = [
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
@@ -126,7 +126,7 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> str:
     rows = [record for record in records if record.get("samples")]
-    if len(rows) > 8:  # the beginning teaches most: shrink towards it
+    if len(rows) > 8:  # more of them from the beginning, where the text changes most
         wanted = {round((len(rows) - 1) * (i / 7) ** 1.5) for i in range(8)}
         rows = [row for i, row in enumerate(rows) if i in wanted]
     return "".join(
@@ -137,7 +137,7 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> str:
-    """Set what was computed beforehand beside what happened."""
+    """Compare the predicted figures with the measured ones."""
     last = [record for record in records if "loss" in record][-1]
     clock, model, settings = last["clock"], plan.model, plan.train
     counted = count_parameters(model).unique
@@ -150,16 +150,16 @@ def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> 
     rows.append((f"FLOPs per step ({CONVENTION})", f"{flops:.4g}", ""))
     if clock.get("mfu"):
         rate = clock["tokens_per_second"] * throughput.flops_per_token / clock["mfu"]
-        least = last["step"] * flops / rate
+        ideal_seconds = last["step"] * flops / rate
         rows.append(("matmul rate of the machine", "", f"{rate / 1e9:,.0f} GFLOP/s"))
         rows.append(
             (
                 "time in steps",
-                f"{duration(least)} at 100 % MFU",
-                f"{duration(clock['seconds'])}, {least / clock['seconds']:.0%} overall",
+                f"{duration(ideal_seconds)} at 100 % MFU",
+                f"{duration(clock['seconds'])}, {ideal_seconds / clock['seconds']:.0%} overall",
             )
         )
-    rows.append(("peak memory", _predicted_peak(plan), _bytes(clock["memory_bytes"])))
+    rows.append(("peak memory", _predicted_peak(plan), _format_bytes(clock["memory_bytes"])))
     note = (
         "<p>Measured memory is that of torch's allocator on a GPU; on a CPU it is the whole "
         "process, Python and libraries included.</p>"
@@ -186,7 +186,7 @@ def _predicted_peak(plan: Plan) -> str:
         ),
         accumulate=batch < settings.batch_size,
     )
-    return _bytes(float(memory(plan.model, setup).training.value))
+    return _format_bytes(float(memory(plan.model, setup).training.value))
 
 
 def _stored_parameters(run: Path) -> str:
@@ -203,7 +203,7 @@ def _stored_parameters(run: Path) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Say a time as people do: 12.3 s, 4:05 min, 3:02:10 h."""
+    """Format a time: 12.3 s, 4:05 min, 3:02:10 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -212,7 +212,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
 
 
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 

@@ -1,9 +1,9 @@
-"""A run directory: one writer at a time, what the run has reached, and how it is saved.
+"""A run directory: one writer at a time, the run's progress, and how it is saved.
 
 RUN/config.toml              everything the run was made from, resolved
 RUN/metrics.jsonl            see `metrics.py`
 RUN/checkpoints/step-…/      see `checkpoint.py`
-RUN/.lock                    held while a trainer is at work
+RUN/.lock                    locked while a trainer runs
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from scratchlm.training.metrics import NAME, MetricsFile
 
 
 @dataclass
-class Reached:
+class Progress:
     """How far a run is: saved in every checkpoint's manifest, numbers to the last bit."""
 
     step: int = 0  # updates made
@@ -46,7 +46,7 @@ class Reached:
     best_loss: float | None = None  # on held-out data
     best_step: int | None = None
     evaluations_since_best: int = 0
-    seconds: float = 0.0  # of training, over all lives of the run: a clock's figure
+    seconds: float = 0.0  # of training, summed over all sessions of the run
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
     directory: Path
     data: Mapping[str, Any]  # fingerprints of the token files
     tokenizer_file: Path | None = None
-    reached: Reached = field(default_factory=Reached)
+    progress: Progress = field(default_factory=Progress)
     metrics: MetricsFile = field(init=False)
 
     def __enter__(self) -> Run:
@@ -67,7 +67,7 @@ class Run:
             self.metrics.close()
 
     def restore(self, learner: Learner, warn: Callable[[str], None] | None = None) -> Path | None:
-        """Take up the newest whole checkpoint, if there is one, and the log as it was then."""
+        """Load the newest valid checkpoint, if any, and cut the log back to its step."""
         clean_leftovers(self.directory)
         path = newest_valid(self.directory, warn)
         if path is not None:
@@ -75,9 +75,11 @@ class Run:
             metadata = read_manifest(path)["metadata"]
             state = read_tensors(path, learner.device, TRAINING_STATE)
             learner.load(read_tensors(path, learner.device), state)
-            self.reached = Reached(**metadata["reached"])
-            set_aside_after(self.directory, self.reached.step)
-        self.metrics = MetricsFile(self.directory / NAME, self.reached.step, self.reached.evaluated)
+            self.progress = Progress(**metadata["reached"])
+            set_aside_after(self.directory, self.progress.step)
+        self.metrics = MetricsFile(
+            self.directory / NAME, self.progress.step, self.progress.evaluated
+        )
         return path
 
     def _check_same(self, path: Path, learner: Learner) -> None:
@@ -88,12 +90,12 @@ class Run:
             if then.get(name) != self.data.get(name):
                 raise ScratchLMError(
                     f"the {name} token file has changed since {path.name} was written: then "
-                    f"{_say(then.get(name))}, now {_say(self.data.get(name))}"
+                    f"{_describe(then.get(name))}, now {_describe(self.data.get(name))}"
                 )
 
     def save(self, learner: Learner) -> Path:
-        """Write a checkpoint of where the run stands, verify it, then prune the old ones."""
-        path = checkpoint_path(self.directory, self.reached.step)
+        """Write a checkpoint of the current step, verify it, then prune the old ones."""
+        path = checkpoint_path(self.directory, self.progress.step)
         self.metrics.sync()
         write_checkpoint(
             path,
@@ -102,7 +104,7 @@ class Run:
             tokenizer_file=self.tokenizer_file,
             training_state=learner.training_state(),
             metadata={
-                "reached": asdict(self.reached),
+                "reached": asdict(self.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
             },
@@ -115,35 +117,35 @@ class Run:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a checkpoint of this very step."""
-        return self.reached.step in map(step_of, find_checkpoints(self.directory))
+        """Whether the current step has a checkpoint."""
+        return self.progress.step in map(step_of, find_checkpoints(self.directory))
 
 
 def _best_step(path: Path) -> int | None:
-    """The best step a checkpoint knows of; a damaged one knows none."""
+    """The best step recorded in a checkpoint; None if it is damaged."""
     try:
         return read_manifest(path)["metadata"]["reached"]["best_step"]
     except ScratchLMError:
         return None
 
 
-def _say(fingerprint: Mapping[str, Any] | None) -> str:
+def _describe(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
         return "none"
     return f"{fingerprint['count']:,} ids, CRC-32 {fingerprint['crc32']:08x}"
 
 
 def fingerprint(tokens: TokenFile) -> dict[str, Any]:
-    """Say which ids a token file holds."""
+    """Identify the ids a token file holds."""
     info = tokens.info
     return {"count": info.count, "crc32": info.crc32, "tokenizer": info.tokenizer}
 
 
 @contextlib.contextmanager
 def hold_run(directory: Path) -> Iterator[Path]:
-    """Make the run directory and keep other trainers out of it while this one is at work.
+    """Create the run directory and lock it against other trainers.
 
-    The lock belongs to the open file: however this process ends, the system lets go of it.
+    The lock belongs to the open file: however this process ends, the system releases it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / ".lock"
@@ -152,9 +154,9 @@ def hold_run(directory: Path) -> Iterator[Path]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            who = file.read().strip() or "unknown"
+            pid = file.read().strip() or "unknown"
             raise ScratchLMError(
-                f"{directory}: another trainer (process {who}) is at work on this run"
+                f"{directory}: another trainer (process {pid}) is at work on this run"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

@@ -22,8 +22,8 @@ def cosine_schedule(
         return max_lr * step / warmup_steps
     if step >= cosine_steps:
         return min_lr
-    done = (step - warmup_steps) / (cosine_steps - warmup_steps)
-    return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (max_lr - min_lr)
+    progress = (step - warmup_steps) / (cosine_steps - warmup_steps)
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
 def wsd_schedule(
@@ -42,8 +42,8 @@ def wsd_schedule(
         return max_lr * step / warmup_steps
     if step >= total_steps:
         return min_lr
-    left = (total_steps - step) / decay_steps if decay_steps else 1.0
-    return min_lr + min(1.0, left) * (max_lr - min_lr)
+    remaining = (total_steps - step) / decay_steps if decay_steps else 1.0
+    return min_lr + min(1.0, remaining) * (max_lr - min_lr)
 
 
 def constant_schedule(step: int, max_lr: float, warmup_steps: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""From a plan to a trained model in one call: open, check, restore, train, report."""
+"""From a plan to a trained model in one call: open, check, restore, train."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from scratchlm.ops import Ops
 from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, Sampler, Watcher, train
 from scratchlm.training.plan import Plan, has_run, write_plan
-from scratchlm.training.run import Reached, Run, fingerprint, hold_run
+from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.throughput import Throughput, make_throughput
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a session ended."""
+    """The result of a session."""
 
     ended: str  # finished, early stop, interrupted
-    reached: Reached
+    progress: Progress
     learner: Learner
 
 
-Begin = Callable[[Learner, Run, Throughput], None]
+OnBegin = Callable[[Learner, Run, Throughput], None]
 
 
 def run_plan(
@@ -46,14 +46,14 @@ def run_plan(
     bytes_per_id: Tensor | None = None,
     sample: Sampler | None = None,
     watchers: tuple[Watcher, ...] = (),
-    on_begin: Begin | None = None,
+    on_begin: OnBegin | None = None,
     warn: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     matmul_rate: float | None = None,
 ) -> Outcome:
-    """Train what `plan` says in `directory`, from its newest checkpoint where `resume` is set.
+    """Train `plan` in `directory`; with `resume`, from its newest checkpoint.
 
-    `bytes_per_id` gives bits per byte; `sample` writes texts at every evaluation; `on_begin` is
+    `bytes_per_id` gives bits per byte; `sample` generates texts at every evaluation; `on_begin` is
     called once everything is checked and loaded; `matmul_rate` (FLOP/s) gives MFU.
     """
     directory, device = Path(directory), torch.device(device)
@@ -65,10 +65,10 @@ def run_plan(
                 "another --out begins a new one"
             )
         settings = plan.train.resolved(device.type)
-        spare_workspace(settings)
+        disable_cublas_workspace(settings)
         stack.enter_context(deterministic_kernels(settings.deterministic))
-        files = _open(plan, stack)
-        data = _batches(plan, settings.batch_size, files, device, bytes_per_id)
+        files = _open_token_files(plan, stack)
+        data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
         learner = Learner(build_model(plan.model, settings.seed, device, ops), settings)
         write_plan(directory, replace(plan, train=settings))
         run = stack.enter_context(
@@ -93,40 +93,44 @@ def run_plan(
             sample=sample,
             should_stop=should_stop,
         )
-        return Outcome(ended, run.reached, learner)
+        return Outcome(ended, run.progress, learner)
 
 
-# Read when cuBLAS starts. With a workspace it clears a part of it before every product: in a
-# recorded step of small kernels that costs about 1 %, and without one products are as fast.
+# Read when cuBLAS starts. With a workspace, cuBLAS clears part of it before every GEMM: in a CUDA
+# graph of small kernels that costs about 1 %, and without one the GEMMs are as fast.
 WORKSPACE, NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":0:0"
 
 
-def spare_workspace(settings: TrainConfig) -> None:
-    """Let products of recorded steps do without a workspace, unless the user has said otherwise."""
+def disable_cublas_workspace(settings: TrainConfig) -> None:
+    """Run the GEMMs of CUDA graphs without a workspace, unless the user has set the variable."""
     if settings.cuda_graph and not settings.deterministic:
         os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
 
 
 @contextlib.contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Let torch use only kernels that repeat to the last bit; on a GPU some are slower.
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Restrict torch to deterministic kernels; on a GPU some are slower.
 
     Without it a GPU run resumes from the same state, but two runs may differ in the last bits.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     if os.environ.get(WORKSPACE) in (None, NO_WORKSPACE):
-        os.environ[WORKSPACE] = ":4096:8"  # one of two that torch takes for repeatable
+        os.environ[WORKSPACE] = ":4096:8"  # one of the two values torch accepts as deterministic
+    from torch._inductor import config as inductor  # it takes a second to import
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        # The compiler, too, must not choose among kernels by timing them.
+        with inductor.patch(deterministic=True):
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
 
 
-def _open(plan: Plan, stack: contextlib.ExitStack) -> dict[str, TokenFile]:
+def _open_token_files(plan: Plan, stack: contextlib.ExitStack) -> dict[str, TokenFile]:
     """Open the token files and read them once: sizes, ids within the vocabulary, CRC-32."""
     paths = {"train": plan.data.train, "val": plan.data.val}
     files = {}
@@ -134,43 +138,47 @@ def _open(plan: Plan, stack: contextlib.ExitStack) -> dict[str, TokenFile]:
         if path is None:
             continue
         file = stack.enter_context(TokenFile(path, vocab_size=plan.model.vocab_size))
-        least = plan.model.context_length + 1 if name == "train" else 2
-        check_enough(file, least, plan.model)
+        minimum = plan.model.context_length + 1 if name == "train" else 2
+        check_num_tokens(file, minimum, plan.model)
         file.validate()
         files[name] = file
     return files
 
 
-def check_enough(file: TokenFile, least: int, model: ModelConfig) -> None:
-    """Refuse a file too small to learn from or to measure on."""
-    if len(file) < least:
+def check_num_tokens(file: TokenFile, minimum: int, model: ModelConfig) -> None:
+    """Refuse a file too small to train or evaluate on."""
+    if len(file) < minimum:
         raise ScratchLMError(
-            f"{file.path} is too small: it holds {len(file):,} tokens, and at least {least:,} are "
+            f"{file.path} is too small: it holds {len(file):,} tokens, at least {minimum:,} are "
             f"needed (model.context_length={model.context_length})"
         )
 
 
-def _batches(
+def _make_batches(
     plan: Plan,
     rows: int,
     files: dict[str, TokenFile],
     device: torch.device,
     bytes_per_id: Tensor | None,
 ) -> Data:
-    pin, masked = device.type == "cuda", plan.train.document_mask
+    pin, document_mask = device.type == "cuda", plan.train.document_mask
     context = plan.model.context_length
     validation: ValidationBatches | None = None
-    at_once = min(rows, plan.train.micro_batch_size or rows)
+    eval_batch_size = min(rows, plan.train.micro_batch_size or rows)
     if plan.train.rows == "documents":
         if "val" in files:
-            validation = DocumentValidationBatches(files["val"], context, at_once, pin_memory=pin)
-        whole = DocumentBatches(files["train"], context, rows, plan.train.seed, pin_memory=pin)
-        return Data(whole, validation, bytes_per_id)
+            validation = DocumentValidationBatches(
+                files["val"], context, eval_batch_size, pin_memory=pin
+            )
+        document_batches = DocumentBatches(
+            files["train"], context, rows, plan.train.seed, pin_memory=pin
+        )
+        return Data(document_batches, validation, bytes_per_id)
     if "val" in files:
         validation = ValidationBatches(
-            files["val"], context, at_once, document_ids=masked, pin_memory=pin
+            files["val"], context, eval_batch_size, document_ids=document_mask, pin_memory=pin
         )
     batches = Batches(
-        files["train"], context, rows, plan.train.seed, document_ids=masked, pin_memory=pin
+        files["train"], context, rows, plan.train.seed, document_ids=document_mask, pin_memory=pin
     )
     return Data(batches, validation, bytes_per_id)

@@ -11,6 +11,7 @@ import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from scratchlm import acceleration
 from scratchlm.accounting import CHECKPOINTING
 from scratchlm.config import ModelConfig
 
@@ -55,6 +56,7 @@ class TrainConfig:
     # bf16-mixed: matmuls and attention; bf16-residual: the stream between layers too; fp8: the
     # layers' matmuls lower still. None: bf16-mixed on a GPU, fp32 elsewhere
     precision: str | None = None
+    accelerate: bool | None = None  # fused layers and kernels; None: where available
     compile: str = "off"
     checkpointing: str = "none"
     checkpointed_layers: int | None = None  # that many, the first; None: all
@@ -83,6 +85,8 @@ class TrainConfig:
         for name in ("fast_optimizer", "document_mask", "cuda_graph", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        if self.accelerate not in (None, True, False):
+            raise TypeError(f"accelerate must be true or false; got {self.accelerate!r}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(
                 "micro_batch_size must not exceed batch_size; got "
@@ -105,6 +109,7 @@ class TrainConfig:
             "warmup_steps": min(200, self.steps // 20),
             "decay_steps": self.steps // 5,
             "precision": "bf16-mixed" if device_type == "cuda" else "fp32",
+            "accelerate": acceleration.is_available(),
             "eval_every": every,
             "save_every": max(10, every),
         }

@@ -20,7 +20,7 @@ from torch import Tensor
 from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
-from scratchlm.training.optimizers import AdamW, clip_factor, clip_grad_norm, global_norm
+from scratchlm.training.optimizers import ScalesGradients, clip_factor, clip_grad_norm, global_norm
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
     """Make update number `step`; a loss or gradient that is not finite stops before it."""
     loss = backward(learner, batch)
     norm, factor = clip_gradients(learner)
-    prepared = [o.prepare() if isinstance(o, AdamW) else None for o in learner.optimizers]
+    prepared = [o.prepare() if isinstance(o, ScalesGradients) else None for o in learner.optimizers]
     values = torch.stack((loss, norm.to(loss))).tolist()  # the step's one wait for the device
     result = StepResult(*values)
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
@@ -46,7 +46,7 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
             )
     learner.set_lr(lr)
     for optimizer, work in zip(learner.optimizers, prepared, strict=True):
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, ScalesGradients):
             optimizer.step(scale=factor, prepared=work)
         else:
             optimizer.step()
@@ -60,7 +60,7 @@ def clip_gradients(learner: Learner) -> tuple[Tensor, Tensor | None]:
     Our AdamW multiplies a gradient as it reads it, which saves reading and writing all of them.
     """
     clip, parameters = learner.settings.clip, list(learner.parameters.values())
-    left = all(isinstance(optimizer, AdamW) for optimizer in learner.optimizers)
+    left = all(isinstance(optimizer, ScalesGradients) for optimizer in learner.optimizers)
     if clip and not left:
         return clip_grad_norm(parameters, clip), None
     norm = global_norm([p.grad for p in parameters if p.grad is not None])
@@ -71,14 +71,14 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
     """Fill the gradients with those of the batch's mean loss; return that loss."""
     for p in learner.parameters.values():
         p.grad = None
-    if learner.twins is not None:
-        learner.twins.refresh()
+    if learner.shadow is not None:
+        learner.shadow.refresh()
     settings, total = learner.settings, max(1, batch.num_targets())
     parts = list(batch.cut(settings.micro_batch_size or settings.batch_size))
     shares = []
     for part in parts:
         weight = torch.tensor(part.num_targets() / total, dtype=torch.float64)
-        if learner.recorded is not None and len(parts) == 1:  # a replay writes, it does not add
+        if learner.recorded is not None:
             shares.append(learner.recorded(part, weight))
         else:
             shares.append(learner.backward(part, weight))

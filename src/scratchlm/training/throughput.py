@@ -1,9 +1,9 @@
-"""How fast a run is, beside how fast the machine could be.
+"""Throughput of a run: tokens/s, and MFU against the machine's measured matmul rate.
 
     MFU = FLOPs per token (convention `full`: 6·N_matmul + 12·L·H·d_head·S) · tokens/s / matmul rate
 
-The matmul rate is the machine's own, measured here on one large product at the run's precision,
-not a number from a data sheet.
+The matmul rate is measured here on one large matmul at the run's precision, not taken from a data
+sheet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONVENTION = "full"
 
 @dataclass
 class Throughput:
-    """Turns a step's seconds into tokens/s and MFU, over the last few steps."""
+    """Computes tokens/s and MFU over the last few steps."""
 
     tokens_per_step: int
     flops_per_token: float
@@ -34,9 +34,9 @@ class Throughput:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     def record(self, seconds: float, total_seconds: float) -> dict[str, Any]:
-        """Return the clock's part of a step's line."""
+        """Return the `clock` field of a step's log line."""
         self.recent.append(seconds)
-        # The first steps of a life warm caches and compile: the median does not see them.
+        # The median ignores a session's first steps, which warm caches and compile.
         typical = sorted(self.recent)[len(self.recent) // 2]
         rate = self.tokens_per_step / typical
         clock: dict[str, Any] = {
@@ -56,13 +56,13 @@ def make_throughput(
     device: torch.device,
     matmul_rate: float | None = None,
 ) -> Throughput:
-    """Prepare to measure a run; without a matmul rate there is no MFU."""
+    """Make the throughput meter of a run; without a matmul rate there is no MFU."""
     flops = float(training_flops_per_token(model, model.context_length, CONVENTION))
     return Throughput(tokens_per_step, flops, matmul_rate, device)
 
 
 def measure_matmul_rate(device: torch.device, precision: str, seconds: float = 0.2) -> float:
-    """Return the FLOP/s of a large product on this machine: the best of a few."""
+    """Return the FLOP/s of a large matmul on this device: the best of a few."""
     size = 8192 if device.type == "cuda" else 1024
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     a = torch.ones(size, size, device=device, dtype=dtype)

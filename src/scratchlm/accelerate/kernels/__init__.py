@@ -1,11 +1,8 @@
-"""Hand-written kernels, in Triton for GPUs, in C++ for a CPU: imported only where they run.
+"""GPU kernels: `triton/` for any recent GPU, `hopper/` (Gluon) for Hopper GPUs only.
 
-Each has its reference in `ops/`, a test that runs its logic on the CPU in Triton's interpreter, and
-a line in docs/speed-log.md that says what it gained. Those for Hopper alone (`turns.py`,
-`swiglu.py`, `project_heads.py`, `attend.py`, `attend_back.py` with `head_tiles.py`, `query_sums.py`
-and `plan.py`, `exp_product.py`, `project_attend.py`) are in Gluon, which nothing interprets:
-formulas stand for them in the tests of what is around them, and a test compiles them for that GPU.
-Attention on a CPU (`attention.cpp`, `cpu_tiles.h`) is compiled where it runs, by `native.py`.
+They are imported only where they run. Each has its reference in `ops/` and a line in
+docs/speed-log.md with its gain. Tests run the Triton kernels on a CPU in Triton's interpreter.
+Gluon has no interpreter: tests compile those kernels, and use the formulas in their place.
 """
 
 from importlib.util import find_spec
@@ -13,15 +10,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-_FOUND = find_spec("triton") is not None  # else they cannot be imported
+_HAS_TRITON = find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result  # a compiler asks once, and does not look inside
+@torch.compiler.assume_constant_result  # torch.compile evaluates it once, without tracing it
 def is_current(device: int) -> bool:
-    """Whether this is the GPU that kernels are launched on: Triton looks at no tensor's."""
+    """Whether this is the current GPU, where Triton launches: it ignores the tensors' device."""
     return device == torch.cuda.current_device()
 
 
 def launches_for(x: Tensor) -> bool:
-    """Whether kernels can be launched for this tensor; on another GPU, torch's own ops serve."""
-    return x.is_cuda and _FOUND and is_current(x.device.index)
+    """Whether kernels can be launched for this tensor; elsewhere torch's ops are used."""
+    return x.is_cuda and _HAS_TRITON and is_current(x.device.index)

@@ -1,7 +1,7 @@
-"""`scratchlm demo`: a world whose truth is known, a model that learns it, and how near it came.
+"""`scratchlm demo`: train on stories with known probabilities, and compare the model to them.
 
-`corpus.py` writes the world down, `words.py` asks the model for next words, `showing.py` draws;
-here is the walk through them.
+`corpus.py` writes corpus and token files, `words.py` computes next-word probabilities, `showing.py`
+prints and draws; this file runs them in order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scratchlm.cli.threads import wait_briefly
+from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     import torch
 
-    from scratchlm.cli.demo.corpus import Wanted, World
+    from scratchlm.cli.demo.corpus import DemoArgs, World
 
 STEPS, SENTENCES = 1_200, 90_000
 LOSS_WITHIN, WORD_WITHIN = 0.03, 0.03
@@ -48,24 +48,24 @@ def demo(
     Exit status 0: the held-out loss is within 3 % of that floor and every probability shown within
     0.03 of the truth; 1: not. A demo that was interrupted goes on where it stopped.
     """
-    wait_briefly()
-    from scratchlm.cli.demo.corpus import Wanted, begin_afresh
+    limit_openmp_spinning()
+    from scratchlm.cli.demo.corpus import DemoArgs, remove_demo
 
     if seed < 0:
         raise ValueError(f"--seed must be >= 0; got {seed}")
     if fresh:
-        begin_afresh(out)
-    status = _demo(Wanted(out, seed, steps, sentences), device)
+        remove_demo(out)
+    status = _demo(DemoArgs(out, seed, steps, sentences), device)
     if status:
         raise typer.Exit(status)
 
 
 def say(text: str = "") -> None:
-    """Print a line of how it goes; results go to standard output."""
+    """Print a progress line to stderr; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _demo(wanted: Wanted, device_name: str) -> int:
+def _demo(args: DemoArgs, device_name: str) -> int:
     from scratchlm.cli.demo.corpus import make_world
     from scratchlm.cli.demo.showing import accounting_lines
     from scratchlm.cli.demo.trial import trial
@@ -73,14 +73,14 @@ def _demo(wanted: Wanted, device_name: str) -> int:
     from scratchlm.training import watch_signals
 
     device = choose_device(device_name)
-    world = make_world(wanted, say)
+    world = make_world(args, say)
     if not world.finished:
         world.forecast = trial(world, device)
         for line in accounting_lines(world):
             say(line)
     with watch_signals() as stop:
         if _train(world, device, stop) == "interrupted":
-            say(f"stopped and saved; the same command goes on: {wanted.command()}")
+            say(f"stopped and saved; the same command goes on: {args.command()}")
             return stop.exit_status
     return _show(world)
 
@@ -100,7 +100,7 @@ def _train(world: World, device: torch.device, stop: Callable[[], bool]) -> str:
             bytes_per_id=bytes_of_ids(world.tokenizer, plan.model.vocab_size),
             sample=make_sampler(plan, world.tokenizer, None),
             watchers=(console,),
-            on_begin=lambda learner, run, _: say(world.say_start(run.reached.step)),
+            on_begin=lambda learner, run, _: say(world.start_message(run.progress.step)),
             warn=lambda message: say(f"warning: {message}"),
             should_stop=stop,
             matmul_rate=world.forecast.matmul_rate if world.forecast else None,
@@ -108,15 +108,15 @@ def _train(world: World, device: torch.device, stop: Callable[[], bool]) -> str:
 
 
 def _show(world: World) -> int:
-    """Print what the model learnt beside the truth, write the report, and judge."""
+    """Print the model's next words beside the truth, write the report, return the exit status."""
     from rich.console import Console
 
     from scratchlm.cli.demo.showing import (
+        collect_result,
         html_sections,
         print_samples,
         print_table,
         print_verdict,
-        take_stock,
     )
     from scratchlm.cli.demo.words import compare_next_words, write_stories
     from scratchlm.inference import load_model
@@ -126,15 +126,15 @@ def _show(world: World) -> int:
     model = load_model(world.out).model
     stories = write_stories(model, world)
     comparisons = compare_next_words(model, world)
-    stock = take_stock(world, comparisons)
+    result = collect_result(world, comparisons)
     print_samples(console, stories)
     print_table(console, comparisons)
     report = write_report(
         world.out,
         title="scratchlm demo: a world whose truth is known",
         floor=world.floor,
-        sections=html_sections(world, stock, comparisons, stories),
+        sections=html_sections(world, result, comparisons, stories),
     )
-    print_verdict(console, world, stock)
+    print_verdict(console, world, result)
     console.print(f"report  {report}", markup=False, soft_wrap=True)
-    return 0 if stock.holds else 1
+    return 0 if result.holds else 1

@@ -1,4 +1,4 @@
-"""The demo's world on disk: corpus, tokenizer, token files, and the floor of its held-out text."""
+"""The demo's data on disk: corpus, tokenizer, token files; and its entropy floor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 1_024  # more than these stories need: every word becomes one token
 VAL_FRACTION = 0.05
 
-SOURCE = StorySource()  # it keeps what it has worked out
+SOURCE = StorySource()  # caches its probabilities
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a person asks of the demo."""
+class DemoArgs:
+    """The arguments of the demo."""
 
     out: Path
     seed: int
@@ -39,10 +39,12 @@ class Wanted:
     sentences: int
 
     def command(self) -> str:
-        """Write what was asked as a command; what stands at its default is left out."""
-        usual = {"seed": 0, "steps": STEPS, "sentences": SENTENCES}
-        given = {name: getattr(self, name) for name in usual}
-        changed = [f" --{name} {given[name]}" for name in usual if given[name] != usual[name]]
+        """Return the command line; options at their default are omitted."""
+        defaults = {"seed": 0, "steps": STEPS, "sentences": SENTENCES}
+        values = {name: getattr(self, name) for name in defaults}
+        changed = [
+            f" --{name} {values[name]}" for name in defaults if values[name] != defaults[name]
+        ]
         return f"scratchlm demo --out {self.out}" + "".join(changed)
 
     def settings(self) -> TrainConfig:
@@ -70,14 +72,14 @@ class World:
     tokenizer: Tokenizer
     plan: Plan
     entropy: Entropy
-    floor: float  # nats per token: what the truth itself scores on the held-out text
+    floor: float  # nats per token: the loss of the true distribution on the held-out text
     held_out: list[list[str]] = field(repr=False)  # stories, as words
     begun: bool = False
     finished: bool = False
     forecast: Forecast | None = None
 
-    def say_start(self, step: int) -> str:
-        """Say whether a run begins, goes on, or is over."""
+    def start_message(self, step: int) -> str:
+        """Describe whether a run starts, resumes, or is finished."""
         if step >= self.plan.train.steps:
             return f"trained already; {self.out} is shown as it is (--fresh starts clean)"
         if self.begun:
@@ -85,19 +87,19 @@ class World:
         return f"a new demo in {self.out}"
 
 
-def make_world(wanted: Wanted, say: Say) -> World:
-    """Write corpus, tokenizer and token files, or take up those of a demo that was begun."""
-    begun = has_run(wanted.out)
+def make_world(args: DemoArgs, say: Say) -> World:
+    """Write corpus, tokenizer and token files, or reuse those of an unfinished demo."""
+    begun = has_run(args.out)
     if begun:
-        plan = _continued(wanted)
+        plan = _resumed_plan(args)
     else:
-        plan = _from_scratch(wanted, say)
+        plan = _new_plan(args, say)
     assert plan.data.tokenizer is not None
     assert plan.data.val is not None
     tokenizer = load_tokenizer(plan.data.tokenizer)
     assert isinstance(tokenizer, Tokenizer)
     held_out = read_stories(plan.data.val, tokenizer)
-    floor = floor_of(SOURCE, tokenizer, held_out)
+    floor = entropy_floor(SOURCE, tokenizer, held_out)
     entropy = SOURCE.entropy(lambda text: len(tokenizer.encode(text)))
     say(
         f"entropy of the source: {entropy.nats:.2f} nats in a story of {entropy.tokens:.1f} tokens:"
@@ -107,16 +109,16 @@ def make_world(wanted: Wanted, say: Say) -> World:
         f"the floor: on the {len(held_out):,} held-out stories the truth itself scores {floor:.4f};"
         " no model can expect to do better"
     )
-    saved = max(map(step_of, find_checkpoints(wanted.out)), default=0)
+    saved = max(map(step_of, find_checkpoints(args.out)), default=0)
     finished = saved >= plan.train.steps
-    return World(wanted.out, SOURCE, tokenizer, plan, entropy, floor, held_out, begun, finished)
+    return World(args.out, SOURCE, tokenizer, plan, entropy, floor, held_out, begun, finished)
 
 
-def _from_scratch(wanted: Wanted, say: Say) -> Plan:
-    folder = wanted.out / "data"
+def _new_plan(args: DemoArgs, say: Say) -> Plan:
+    folder = args.out / "data"
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.txt"
-    stories = SOURCE.stories(wanted.seed, wanted.sentences)
+    stories = SOURCE.stories(args.seed, args.sentences)
     corpus.write_text("".join(map(to_text, stories)), encoding="utf-8")
     sentences = sum(story.count(".") for story in stories)
     say(f"wrote {len(stories):,} stories, {sentences:,} sentences: {corpus}")
@@ -134,41 +136,41 @@ def _from_scratch(wanted: Wanted, say: Say) -> Plan:
         overwrite=True,
     )
     if prepared.val is None:
-        raise ScratchLMError(f"--sentences {wanted.sentences}: too few to hold a story out")
+        raise ScratchLMError(f"--sentences {args.sentences}: too few to hold a story out")
     say(
         f"learnt a tokenizer of {tokenizer.vocab_size} tokens; {prepared.train.count:,} tokens to "
         f"train on, {prepared.val.count:,} held out"
     )
     model = preset("demo").replace(vocab_size=tokenizer.vocab_size)
     files = DataFiles(folder / "train.bin", folder / "val.bin", folder / "tokenizer.json")
-    return Plan(model, wanted.settings(), files)
+    return Plan(model, args.settings(), files)
 
 
-def _continued(wanted: Wanted) -> Plan:
-    """Take up the plan of a demo that was begun; it must be the one that is asked for."""
-    plan = read_plan(wanted.out)
-    corpus = wanted.out / "data" / "corpus.txt"
+def _resumed_plan(args: DemoArgs) -> Plan:
+    """Load the plan of an existing demo; it must match the arguments."""
+    plan = read_plan(args.out)
+    corpus = args.out / "data" / "corpus.txt"
     if plan.train.rows != "documents" or not corpus.is_file():
-        raise ScratchLMError(f"{wanted.out} holds a run that is no demo; choose another --out")
+        raise ScratchLMError(f"{args.out} holds a run that is no demo; choose another --out")
     for name in ("seed", "steps"):
-        then, now = getattr(plan.train, name), getattr(wanted, name)
-        if then != now:
-            raise ScratchLMError(_another(wanted, name, then, now))
+        before, now = getattr(plan.train, name), getattr(args, name)
+        if before != now:
+            raise ScratchLMError(_mismatch(args, name, before, now))
     sentences = corpus.read_text(encoding="utf-8").count(".")
-    if not 0 <= sentences - wanted.sentences < 20:  # the last story is told to its end
-        raise ScratchLMError(_another(wanted, "sentences", f"about {sentences}", wanted.sentences))
+    if not 0 <= sentences - args.sentences < 20:  # the last story is complete
+        raise ScratchLMError(_mismatch(args, "sentences", f"about {sentences}", args.sentences))
     return plan
 
 
-def _another(wanted: Wanted, name: str, then: object, now: object) -> str:
+def _mismatch(args: DemoArgs, name: str, before: object, now: object) -> str:
     return (
-        f"{wanted.out} holds a demo with --{name} {then}; got {now}: "
+        f"{args.out} holds a demo with --{name} {before}; got {now}: "
         "--fresh starts clean, another --out keeps both"
     )
 
 
-def begin_afresh(out: Path) -> None:
-    """Remove what a demo has written in a folder, and nothing else."""
+def remove_demo(out: Path) -> None:
+    """Remove the files a demo wrote in a folder, and nothing else."""
     if not has_run(out):
         return
     if not (out / "data" / "corpus.txt").is_file():
@@ -187,7 +189,7 @@ def read_stories(path: Path, tokenizer: Tokenizer) -> list[list[str]]:
     return [to_words(story + END) for story in text.split(END)[:-1]]
 
 
-def floor_of(source: StorySource, tokenizer: Tokenizer, stories: list[list[str]]) -> float:
-    """Return −ln P(stories) per token, P the truth."""
+def entropy_floor(source: StorySource, tokenizer: Tokenizer, stories: list[list[str]]) -> float:
+    """Return −ln P(stories) per token under the true distribution P."""
     nats = math.fsum(nat for story in stories for nat in source.surprisals(story))
     return nats / sum(len(tokenizer.encode(to_text(story))) for story in stories)

@@ -1,4 +1,4 @@
-"""What the demo shows: the accounting, the way to the floor, stories, next words, the verdict."""
+"""The output of the demo: accounting, loss against the floor, stories, next words, verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from scratchlm.cli.demo import LOSS_WITHIN, WORD_WITHIN
 from scratchlm.cli.demo.corpus import World
-from scratchlm.cli.demo.words import Comparison, Written
+from scratchlm.cli.demo.words import Comparison, GeneratedStory
 from scratchlm.cli.training_console import TrainingConsole
 from scratchlm.training import read_metrics
 from scratchlm.training.plots import COLOURS, Curves
@@ -24,7 +24,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def accounting_lines(world: World) -> list[str]:
-    """Say what the model is and what training it will take."""
+    """Describe the model and the predicted cost of training it."""
     forecast, model = world.forecast, world.plan.model
     assert forecast is not None
     return [
@@ -41,7 +41,7 @@ def accounting_lines(world: World) -> list[str]:
 
 
 class FloorConsole(TrainingConsole):
-    """The training console, which also says how far the held-out loss is from the floor."""
+    """A training console that also shows how far the held-out loss is above the floor."""
 
     def __init__(self, world: World) -> None:
         plan = world.plan
@@ -49,22 +49,22 @@ class FloorConsole(TrainingConsole):
         self.floor = world.floor
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Print the held-out loss and its distance from the floor; the bar is logarithmic."""
+        """Print the held-out loss and its excess over the floor; the bar is logarithmic."""
         loss = record["val_loss"]
         if loss is None:
             super().evaluated(record)
             return
-        above = loss / self.floor - 1
-        self.held_out = f"held-out {loss:.4f} ({above:+.1%})"
+        excess = loss / self.floor - 1
+        self.held_out = f"held-out {loss:.4f} ({excess:+.1%})"
         self.say(
             f"step {record['step']:>5,}: held-out loss {loss:.4f}, floor {self.floor:.4f} "
-            f"{above:>+9.2%} {bar(distance(above), 24)}"
+            f"{excess:>+9.2%} {bar(log_fraction(excess), 24)}"
         )
 
 
-def distance(above: float) -> float:
-    """Place a relative distance on a scale of equal ratios: 0.3 % is 0, 3000 % is 1."""
-    return math.log(max(above, 0.003) / 0.003) / math.log(30 / 0.003)
+def log_fraction(excess: float) -> float:
+    """Map a relative excess loss to a log scale: 0.3 % is 0, 3000 % is 1."""
+    return math.log(max(excess, 0.003) / 0.003) / math.log(30 / 0.003)
 
 
 def bar(share: float, width: int) -> str:
@@ -74,18 +74,18 @@ def bar(share: float, width: int) -> str:
 
 
 @dataclass(frozen=True)
-class Stock:
-    """What was measured, held against what was promised."""
+class DemoResult:
+    """The measured results, compared with what was promised."""
 
     val_loss: float
-    above: float  # val_loss / floor − 1
+    excess: float  # val_loss / floor − 1
     worst: Comparison
     seconds: float  # in steps
 
     @property
     def loss_holds(self) -> bool:
         """Whether the held-out loss came near enough to the floor."""
-        return abs(self.above) <= LOSS_WITHIN
+        return abs(self.excess) <= LOSS_WITHIN
 
     @property
     def words_hold(self) -> bool:
@@ -98,16 +98,16 @@ class Stock:
         return self.loss_holds and self.words_hold
 
 
-def take_stock(world: World, comparisons: Sequence[Comparison]) -> Stock:
-    """Take the last held-out loss and the worst of the next words."""
+def collect_result(world: World, comparisons: Sequence[Comparison]) -> DemoResult:
+    """Collect the last held-out loss and the worst next-word error."""
     records = read_metrics(world.out)
     val_loss = [r["val_loss"] for r in records if r.get("val_loss") is not None][-1]
     seconds = [r["clock"]["seconds"] for r in records if "loss" in r][-1]
     worst = max(comparisons, key=lambda comparison: comparison.worst)
-    return Stock(val_loss, val_loss / world.floor - 1, worst, seconds)
+    return DemoResult(val_loss, val_loss / world.floor - 1, worst, seconds)
 
 
-def print_samples(console: Console, stories: Sequence[Written]) -> None:
+def print_samples(console: Console, stories: Sequence[GeneratedStory]) -> None:
     """Print a few of the stories the model wrote."""
     possible = sum(story.possible for story in stories)
     console.print("\n[bold]What it writes[/]")
@@ -135,45 +135,45 @@ def print_table(console: Console, comparisons: Sequence[Comparison]) -> None:
             )
 
 
-def verdicts(world: World, stock: Stock) -> list[tuple[bool, str]]:
-    """Say of each promise whether it holds, from what was measured."""
+def verdicts(world: World, result: DemoResult) -> list[tuple[bool, str]]:
+    """Return for each promise whether it holds, and the measurement."""
     return [
         (
-            stock.loss_holds,
-            f"held-out loss {stock.val_loss:.4f}, floor {world.floor:.4f}: {stock.above:+.2%} "
+            result.loss_holds,
+            f"held-out loss {result.val_loss:.4f}, floor {world.floor:.4f}: {result.excess:+.2%} "
             f"(promised: within {LOSS_WITHIN:.0%})",
         ),
         (
-            stock.words_hold,
-            f"next words: at most {stock.worst.worst:.4f} from the truth, after "
-            f"“… {stock.worst.prompt[-24:]}” (promised: within {WORD_WITHIN})",
+            result.words_hold,
+            f"next words: at most {result.worst.worst:.4f} from the truth, after "
+            f"“… {result.worst.prompt[-24:]}” (promised: within {WORD_WITHIN})",
         ),
     ]
 
 
-def print_verdict(console: Console, world: World, stock: Stock) -> None:
+def print_verdict(console: Console, world: World, result: DemoResult) -> None:
     """Print the verdict, and the time beside the forecast."""
     console.print("\n[bold]What was promised[/]")
-    for holds, text in verdicts(world, stock):
+    for holds, text in verdicts(world, result):
         mark = "[green]yes[/]" if holds else "[bold red]no [/]"
         console.print(f"{mark}  {text}", soft_wrap=True)
     if world.forecast is not None and not world.begun:
         steps = world.forecast.steps * world.forecast.step_seconds
         console.print(
-            f"time in steps {duration(stock.seconds)}; predicted {duration(steps)}", soft_wrap=True
+            f"time in steps {duration(result.seconds)}; predicted {duration(steps)}", soft_wrap=True
         )
 
 
 def html_sections(
     world: World,
-    stock: Stock,
+    result: DemoResult,
     comparisons: Sequence[Comparison],
-    stories: Sequence[Written],
+    stories: Sequence[GeneratedStory],
 ) -> list[Section]:
     """Make the demo's part of the report."""
     judged = "".join(
         f"<li><b>{'yes' if holds else 'no'}</b> {html.escape(text)}</li>"
-        for holds, text in verdicts(world, stock)
+        for holds, text in verdicts(world, result)
     )
     entropy = world.entropy
     source = table(
@@ -192,8 +192,8 @@ def html_sections(
     written = "".join(
         f"<blockquote>{html.escape(story.text)}</blockquote>" for story in stories[:5]
     )
-    way = base64.b64encode(draw_way(read_metrics(world.out), world.floor)).decode()
-    picture = f'<img alt="distance from the floor" src="data:image/png;base64,{way}">'
+    excess_plot = base64.b64encode(draw_excess_loss(read_metrics(world.out), world.floor)).decode()
+    picture = f'<img alt="distance from the floor" src="data:image/png;base64,{excess_plot}">'
     return [
         Section("What was promised", f"<ul>{judged}</ul>{picture}{source}"),
         Section("The next word: truth and model", _STYLE + "".join(map(_html_words, comparisons))),
@@ -205,8 +205,8 @@ def html_sections(
     ]
 
 
-def draw_way(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
-    """Draw how far the losses are above the floor, on a scale of equal ratios."""
+def draw_excess_loss(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
+    """Draw the excess of the losses over the floor, on a log scale."""
     from matplotlib.figure import Figure
 
     curves = Curves.of(records)
@@ -216,9 +216,9 @@ def draw_way(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
         (curves.steps, curves.smooth_loss(), COLOURS[0], "training, smoothed"),
         (curves.val_steps, curves.val_loss, COLOURS[1], "held-out"),
     ):
-        # A training batch may by luck cost less than its expectation: no place on this scale.
-        above = [(s, 100 * (loss / floor - 1)) for s, loss in zip(steps, losses, strict=True)]
-        shown = [(s, percent) for s, percent in above if percent > 0.01]
+        # A training batch may have a loss below the floor: not on a log scale.
+        excess = [(s, 100 * (loss / floor - 1)) for s, loss in zip(steps, losses, strict=True)]
+        shown = [(s, percent) for s, percent in excess if percent > 0.01]
         axes.plot(*zip(*shown, strict=True), color=colour, lw=1.4, label=name) if shown else None
     axes.axhline(100 * LOSS_WITHIN, color="#111827", ls=":", lw=1.2, label="promised")
     axes.set_yscale("log")

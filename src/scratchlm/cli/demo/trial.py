@@ -1,6 +1,6 @@
-"""How long training will take, found out before: a few steps of the very model, thrown away.
+"""Predict the training time from a few steps of the same model, which are discarded.
 
-A model this small is held up by more than its matmuls, so the machine's matmul rate alone gives
+A model this small is not bound by its matmuls alone, so the machine's matmul rate alone gives
 only a lower bound; the trial gives the forecast.
 """
 
@@ -23,7 +23,7 @@ TRIAL_STEPS = 8
 
 @dataclass(frozen=True)
 class Forecast:
-    """What training will take, computed and measured beforehand."""
+    """The predicted cost of training, computed and measured beforehand."""
 
     parameters: int
     flops_per_step: float
@@ -46,7 +46,7 @@ class Forecast:
 
 
 def trial(world: World, device: torch.device) -> Forecast:
-    """Count what can be counted, and time a few steps."""
+    """Compute the costs, and time a few steps."""
     assert world.plan.data.val is not None
     model, settings = world.plan.model, world.plan.train.resolved(device.type)
     learner = Learner(build_model(model, settings.seed, device), settings)

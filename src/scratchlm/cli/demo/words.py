@@ -1,10 +1,10 @@
-"""What the model takes the next word to be, beside the truth.
+"""The model's next-word probabilities, beside the true ones.
 
 A word is spelled in one or more tokens, and ends where the next token begins another word:
 
     P(word | prompt) = Π_i P(token_i | prompt, token_<i) · Σ_{t begins a word} P(t | prompt, word)
 
-Prompts stand as a person would type them, without END before them.
+Prompts are as a user would type them, without END before them.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Comparison:
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
-        """Word, truth, model; at last all other words together, which are impossible."""
+        """Word, truth, model; and last all other words together, whose true probability is 0."""
         rows = [(word, p, self.model[word]) for word, p in self.truth.items()]
         return [*rows, ("any other", 0.0, max(0.0, 1.0 - math.fsum(self.model.values())))]
 
     @property
     def worst(self) -> float:
-        """The greatest difference between model and truth."""
+        """The largest absolute difference between model and truth."""
         return max(abs(truth - model) for _, truth, model in self.rows)
 
 
@@ -84,7 +84,7 @@ def next_word_probabilities(
     width = max(map(len, spellings))
     rows = [[*begin, *ids, *[0] * (width - len(ids))] for ids in spellings]
     inputs = torch.tensor(rows, device=next(model.parameters()).device)
-    log_p = model(inputs).double().log_softmax(dim=-1).cpu()  # padding stands right: unseen
+    log_p = model(inputs).double().log_softmax(dim=-1).cpu()  # right padding: masked by causality
     border = torch.tensor([begins_a_word(tokenizer, i) for i in range(log_p.shape[-1])])
     found = {}
     for row, (word, ids) in enumerate(zip(words, spellings, strict=True)):
@@ -96,21 +96,21 @@ def next_word_probabilities(
 
 
 def begins_a_word(tokenizer: Tokenizer, token: int) -> bool:
-    """Say whether a token cannot belong to the word before it."""
+    """Return whether a token cannot continue the previous word."""
     text = tokenizer.token_bytes(token)
     return token in tokenizer.special_tokens.values() or not chr(text[0]).isalpha()
 
 
 @dataclass(frozen=True)
-class Written:
-    """A story the model wrote; `possible`: the source could have told it."""
+class GeneratedStory:
+    """A story the model wrote; `possible`: it has non-zero true probability."""
 
     text: str
     possible: bool
 
 
-def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[Written]:
-    """Let the model tell stories at temperature 1, and let the truth judge them."""
+def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[GeneratedStory]:
+    """Sample stories at temperature 1, and check which are possible under the grammar."""
     from scratchlm.inference import Sampling, generate
 
     end = world.tokenizer.special_tokens[END]
@@ -122,7 +122,7 @@ def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[W
         sampling=Sampling(temperature=1.0),
         seed=world.plan.train.seed,
     )
-    return [Written(story.text, _possible(world, story.text)) for story in stories]
+    return [GeneratedStory(story.text, _possible(world, story.text)) for story in stories]
 
 
 def _possible(world: World, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A world whose truth is known: small stories with exact next-word probabilities and entropy."""
+"""Synthetic stories with exactly known next-word probabilities and entropy."""
 
 from scratchlm.data.stories.grammar import END, Grammar, Variable
 from scratchlm.data.stories.source import Entropy, StorySource, spelled, to_text, to_words

@@ -1,16 +1,16 @@
-"""A grammar of stories with memory: how a world is written down, and the moves it allows.
+"""A probabilistic grammar with memory: its notation, its states and their transitions.
 
 Notation of a sentence:
 
     sat          the word itself
-    $pet         the value of a variable; drawn, remembered and said at its first mention
+    $pet         the value of a variable; sampled and remembered at its first mention
     $who.she     a form of that value: its pronoun, the verb that agrees with it
-    ~size        a word drawn anew each time and forgotten
+    ~size        a word sampled anew each time and not remembered
     @search      one of a list of sentences
-    @sign:mood   one of a list that depends on a variable, which need never be said
+    @sign:mood   one of a list that depends on a variable, which may stay latent
 
-A state is what is left to say and what is remembered. From a state there are moves, each with its
-probability; a move says one word or none. The first list is "story"; after a story's last word
+A state is the remaining symbols and the remembered variables. Each transition from a state has a
+probability and emits one word or none. The first list is "story"; after a story's last word
 comes END, and then the next story begins.
 """
 
@@ -23,47 +23,51 @@ from functools import cached_property
 
 END = "<|endoftext|>"
 
-Law = dict[str, float]  # what there is to choose from, with probabilities
+Distribution = dict[str, float]  # value -> probability
 
 
 @dataclass(frozen=True)
 class Variable:
-    """What a variable may be: one law, or one for each value of the variable it depends on."""
+    """The distribution of a variable, or one for each value of the variable it depends on."""
 
-    law: Law = field(default_factory=dict)
+    distribution: Distribution = field(default_factory=dict)
     depends_on: str = ""
-    laws: Mapping[str, Law] = field(default_factory=dict)
-    other_than: str = ""  # a variable whose value is taken
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+    other_than: str = ""  # a variable whose value is excluded
 
-    def given(self, memory: Mapping[str, str]) -> Law:
-        """Return the law, given what is remembered."""
-        law = self.laws[memory[self.depends_on]] if self.depends_on else self.law
+    def given(self, memory: Mapping[str, str]) -> Distribution:
+        """Return the distribution, given the remembered variables."""
+        distribution = (
+            self.distributions[memory[self.depends_on]] if self.depends_on else self.distribution
+        )
         if self.other_than not in memory:
-            return law
-        left = {value: p for value, p in law.items() if value != memory[self.other_than]}
-        total = math.fsum(left.values())
-        return {value: p / total for value, p in left.items()}
+            return distribution
+        remaining = {
+            value: p for value, p in distribution.items() if value != memory[self.other_than]
+        }
+        total = math.fsum(remaining.values())
+        return {value: p / total for value, p in remaining.items()}
 
 
 @dataclass(frozen=True, order=True)
 class State:
-    """What is left to say, and the variables that are remembered, in order of their names."""
+    """The remaining symbols, and the remembered variables sorted by name."""
 
-    left: tuple[str, ...]
+    remaining: tuple[str, ...]
     memory: tuple[tuple[str, str], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Kept: states are looked up far more often than made, and what is left may be long.
-        object.__setattr__(self, "_hash", hash((self.left, self.memory)))
+        # Cached: states are looked up far more often than made, and `remaining` may be long.
+        object.__setattr__(self, "_hash", hash((self.remaining, self.memory)))
 
     def __hash__(self) -> int:
         return self._hash
 
 
 @dataclass(frozen=True)
-class Move:
-    """With this probability, say a word (None: say nothing) and go on to a state."""
+class Transition:
+    """With this probability, emit a word (None: nothing) and go to a state."""
 
     probability: float
     word: str | None
@@ -75,81 +79,89 @@ START = State(("@story",))
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """A world: lists of sentences, variables, words drawn freely, and the forms of values."""
+    """A world: lists of sentences, variables, independent words, inflected forms of values."""
 
-    sentences: Mapping[str, Law]
+    sentences: Mapping[str, Distribution]
     variables: Mapping[str, Variable] = field(default_factory=dict)
-    freely: Mapping[str, Law] = field(default_factory=dict)
+    independent: Mapping[str, Distribution] = field(default_factory=dict)
     forms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    _moves: dict[State, tuple[Move, ...]] = field(default_factory=dict, repr=False)
+    _transitions: dict[State, tuple[Transition, ...]] = field(default_factory=dict, repr=False)
     _needs: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        laws = {**self.sentences, **self.freely}
+        distributions = {**self.sentences, **self.independent}
         for name, variable in self.variables.items():
-            laws |= {f"{name} {value}".strip(): law for value, law in variable.laws.items()}
+            distributions |= {
+                f"{name} {value}".strip(): distribution
+                for value, distribution in variable.distributions.items()
+            }
             if not variable.depends_on:
-                laws[name] = variable.law
-        for name, law in laws.items():
-            if not math.isclose(math.fsum(law.values()), 1.0, abs_tol=1e-12):
-                raise ValueError(f"probabilities must sum to 1; those of {name!r} do not: {law}")
+                distributions[name] = variable.distribution
+        for name, distribution in distributions.items():
+            if not math.isclose(math.fsum(distribution.values()), 1.0, abs_tol=1e-12):
+                raise ValueError(
+                    f"probabilities must sum to 1; those of {name!r} do not: {distribution}"
+                )
 
-    def moves(self, state: State) -> tuple[Move, ...]:
-        """List what may happen next in a state."""
-        if state not in self._moves:
-            self._moves[state] = tuple(self._list_moves(state))
-        return self._moves[state]
+    def transitions(self, state: State) -> tuple[Transition, ...]:
+        """List the transitions from a state."""
+        if state not in self._transitions:
+            self._transitions[state] = tuple(self._list_transitions(state))
+        return self._transitions[state]
 
-    def _list_moves(self, state: State) -> list[Move]:
-        if not state.left:
-            return [Move(1.0, END, START)]
-        symbol, rest, memory = state.left[0], state.left[1:], dict(state.memory)
+    def _list_transitions(self, state: State) -> list[Transition]:
+        if not state.remaining:
+            return [Transition(1.0, END, START)]
+        symbol, rest, memory = state.remaining[0], state.remaining[1:], dict(state.memory)
         name, _, detail = symbol[1:].replace(":", ".").partition(".")
         if symbol[0] == "@":
             if detail and detail not in memory:
-                return self._draw(detail, None, state.left, memory)
+                return self._draw(detail, None, state.remaining, memory)
             chosen = self.sentences[f"{name}:{memory[detail]}" if detail else name]
             return [
-                Move(p, None, self._state((*sentence.split(), *rest), memory))
+                Transition(p, None, self._state((*sentence.split(), *rest), memory))
                 for sentence, p in chosen.items()
             ]
         if symbol[0] == "~":
             return [
-                Move(p, word, self._state(rest, memory)) for word, p in self.freely[name].items()
+                Transition(p, word, self._state(rest, memory))
+                for word, p in self.independent[name].items()
             ]
         if symbol[0] != "$":
-            return [Move(1.0, symbol, self._state(rest, memory))]
+            return [Transition(1.0, symbol, self._state(rest, memory))]
         if name not in memory:
             return self._draw(name, detail, rest, memory)
-        return [Move(1.0, self._said(memory[name], detail), self._state(rest, memory))]
+        return [Transition(1.0, self._inflect(memory[name], detail), self._state(rest, memory))]
 
     def _draw(
-        self, name: str, form: str | None, left: tuple[str, ...], memory: dict[str, str]
-    ) -> list[Move]:
-        """Draw a variable and say it in a form; form None: keep it to oneself."""
+        self, name: str, form: str | None, remaining: tuple[str, ...], memory: dict[str, str]
+    ) -> list[Transition]:
+        """Sample a variable and emit it in a form; form None: it stays latent."""
         return [
-            Move(
+            Transition(
                 p,
-                None if form is None else self._said(value, form),
-                self._state(left, memory | {name: value}),
+                None if form is None else self._inflect(value, form),
+                self._state(remaining, memory | {name: value}),
             )
             for value, p in self.variables[name].given(memory).items()
         ]
 
-    def _said(self, value: str, form: str) -> str:
+    def _inflect(self, value: str, form: str) -> str:
         return self.forms[form][value] if form else value
 
-    def _state(self, left: tuple[str, ...], memory: dict[str, str]) -> State:
-        """Make a state that remembers only what the words still to come depend on."""
-        if left not in self._needs:
-            self._needs[left] = frozenset().union(*(self._symbol_needs[s] for s in left))
-        needed = self._needs[left]
-        return State(left, tuple(sorted(item for item in memory.items() if item[0] in needed)))
+    def _state(self, remaining: tuple[str, ...], memory: dict[str, str]) -> State:
+        """Make a state that remembers only the variables its remaining symbols depend on."""
+        if remaining not in self._needs:
+            self._needs[remaining] = frozenset().union(*(self._symbol_needs[s] for s in remaining))
+        needed = self._needs[remaining]
+        return State(remaining, tuple(sorted(item for item in memory.items() if item[0] in needed)))
 
     @cached_property
     def _symbol_needs(self) -> dict[str, frozenset[str]]:
-        """For each symbol, the variables that what it may come to say refers to."""
-        lists = {name: " ".join(law).split() for name, law in self.sentences.items()}
+        """For each symbol, the variables that its expansions refer to."""
+        lists = {
+            name: " ".join(distribution).split() for name, distribution in self.sentences.items()
+        }
         needs: dict[str, frozenset[str]] = {}
 
         def find(symbol: str) -> frozenset[str]:

@@ -1,12 +1,12 @@
-"""The story source: draw stories, and say exactly how probable any of their words was.
+"""The story source: samples stories and gives the exact probability of every word.
 
-A reader sees only the words. What they know after a prefix is a belief, a distribution over the
-states of the grammar that may have said it:
+The states of the grammar are hidden (an HMM). The belief after a prefix is the distribution over
+the states that may have emitted it:
 
     P(w | prefix) = Σ_s b(s) Σ_{s →w→ s'} p        b'(s') ∝ Σ_s b(s) p(s →w→ s')
 
-That is a filter over a finite set: the next word's probabilities are exact. States forget what can
-no longer matter, so beliefs recur, and the entropy of a story is a finite recursion over them:
+This is the forward algorithm on a finite set: next-word probabilities are exact. States forget what
+can no longer matter, so beliefs recur, and the entropy of a story is a finite recursion over them:
 
     H(b) = Σ_w P(w | b) · (−ln P(w | b) + H(b_w))
 
@@ -15,7 +15,7 @@ the same tokens wherever it stands, so a token sequence is as probable as its wo
 
     floor of a text = −Σ ln P(word | the words before it in its story) / number of tokens
 
-is what the truth itself scores on that text. END counts: a model must learn where a story ends.
+is the loss of the true distribution on that text. END counts: a model must learn it too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from scratchlm.data.stories.grammar import END, START, Grammar, State
 from scratchlm.data.stories.world import STORIES
 
 Belief = tuple[tuple[State, float], ...]
-BEGINNING: Belief = ((START, 1.0),)
+INITIAL_BELIEF: Belief = ((START, 1.0),)
 
 _PUNCTUATION = frozenset(".,")
 _WORD = re.compile(rf"{re.escape(END)}|[A-Za-z]+|[.,]")
 
 
 class StorySource:
-    """An endless source of stories whose every probability is known."""
+    """An endless source of stories with exactly known probabilities."""
 
     def __init__(self, grammar: Grammar = STORIES) -> None:
         self.grammar = grammar
-        self._outlooks: dict[Belief, dict[str, tuple[float, Belief]]] = {}
+        self._successors: dict[Belief, dict[str, tuple[float, Belief]]] = {}
 
     def story(self, rng: random.Random) -> list[str]:
         """Draw the words of one story, END last."""
@@ -49,13 +49,13 @@ class StorySource:
         state = START
         while not words or words[-1] != END:
             pick = rng.random()
-            for move in self.grammar.moves(state):
-                pick -= move.probability
+            for transition in self.grammar.transitions(state):
+                pick -= transition.probability
                 if pick < 0:
                     break
-            if move.word is not None:
-                words.append(move.word)
-            state = move.to
+            if transition.word is not None:
+                words.append(transition.word)
+            state = transition.to
         return words
 
     def stories(self, seed: int | str, sentences: int) -> list[list[str]]:
@@ -67,23 +67,23 @@ class StorySource:
             sentences -= drawn[-1].count(".")
         return drawn
 
-    def outlook(self, belief: Belief) -> dict[str, tuple[float, Belief]]:
+    def successors(self, belief: Belief) -> dict[str, tuple[float, Belief]]:
         """Return each possible next word, with its probability and the belief after it."""
-        if belief not in self._outlooks:
+        if belief not in self._successors:
             found: dict[str, dict[State, float]] = {}
             for state, weight in belief:
                 self._follow(state, weight, found)
-            self._outlooks[belief] = {word: _normalised(after) for word, after in found.items()}
-        return self._outlooks[belief]
+            self._successors[belief] = {word: _normalised(after) for word, after in found.items()}
+        return self._successors[belief]
 
     def _follow(self, state: State, weight: float, found: dict[str, dict[State, float]]) -> None:
-        for move in self.grammar.moves(state):
-            p = weight * move.probability
-            if move.word is None:
-                self._follow(move.to, p, found)
+        for transition in self.grammar.transitions(state):
+            p = weight * transition.probability
+            if transition.word is None:
+                self._follow(transition.to, p, found)
             else:
-                after = found.setdefault(move.word, {})
-                after[move.to] = after.get(move.to, 0.0) + p
+                after = found.setdefault(transition.word, {})
+                after[transition.to] = after.get(transition.to, 0.0) + p
 
     def surprisals(self, words: Sequence[str]) -> list[float]:
         """Return −ln P(word | the words before it) for every word, from a story's beginning."""
@@ -91,14 +91,14 @@ class StorySource:
 
     def next_words(self, text: str) -> dict[str, float]:
         """Return the probabilities of the word after a text, the most probable first."""
-        belief = [BEGINNING, *(after for _, after in self._read(to_words(text)))][-1]
-        options = {word: p for word, (p, _) in self.outlook(belief).items()}
+        belief = [INITIAL_BELIEF, *(after for _, after in self._read(to_words(text)))][-1]
+        options = {word: p for word, (p, _) in self.successors(belief).items()}
         return dict(sorted(options.items(), key=lambda option: (-option[1], option[0])))
 
     def _read(self, words: Sequence[str]) -> Iterator[tuple[float, Belief]]:
-        belief = BEGINNING
+        belief = INITIAL_BELIEF
         for i, word in enumerate(words):
-            options = self.outlook(belief)
+            options = self.successors(belief)
             if word not in options:
                 raise ValueError(
                     f"no story goes on with {word!r} after {to_text(words[:i])[-60:]!r}; "
@@ -118,7 +118,7 @@ class StorySource:
         def visit(belief: Belief, first: bool = False) -> tuple[float, float, float, int]:
             nats = words = pieces = 0.0
             longest = 0
-            for word, (p, after) in self.outlook(belief).items():
+            for word, (p, after) in self.successors(belief).items():
                 text = word if first else _spell(word)
                 if text not in tokens:
                     tokens[text] = num_tokens(text)
@@ -130,7 +130,7 @@ class StorySource:
             known[belief] = nats, words, pieces, longest
             return known[belief]
 
-        return Entropy(*visit(BEGINNING, first=True))
+        return Entropy(*visit(INITIAL_BELIEF, first=True))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def to_text(words: Iterable[str]) -> str:
 
 
 def to_words(text: str) -> list[str]:
-    """Read a text, or its beginning, as words; what is no text of words is refused."""
+    """Read a text, or its beginning, as words; anything but a text of words is refused."""
     words = _WORD.findall(text)
     if to_text(words) != text.strip():
         raise ValueError(f"not written as stories are (words, '.', ','): {text[:60]!r}")

@@ -1,17 +1,17 @@
-"""The world of the demo's stories: its words, what goes with what, and what can be said.
+"""The world of the demo's stories: its words, their probabilities, and its sentences.
 
-A name that comes up again, a thing that is put down, a place that is reached are no chance here
-but memory: they cost a model nothing once it looks back, and can be known in no other way. And
-what is never said, a pet's mood, can only be inferred from how the pet behaves.
+Repeated names, things and places are determined by earlier text: only a model that attends to it
+can predict them. A latent variable, the pet's mood, is never stated: it can only be inferred from
+how the pet behaves.
 The notation of the sentences is explained in `grammar.py`.
 """
 
 from __future__ import annotations
 
-from scratchlm.data.stories.grammar import Grammar, Law, Variable
+from scratchlm.data.stories.grammar import Distribution, Grammar, Variable
 
 
-def _evenly(words: list[str]) -> Law:
+def _uniform(words: list[str]) -> Distribution:
     return dict.fromkeys(words, 1 / len(words))
 
 
@@ -25,27 +25,27 @@ _VARIABLES = {
     "pet": Variable({"cat": 0.45, "dog": 0.40, "hen": 0.15}),
     "seat": Variable(
         depends_on="pet",
-        laws={
+        distributions={
             "cat": {"mat": 0.85, "chair": 0.10, "floor": 0.05},
             "dog": {"floor": 0.80, "mat": 0.12, "porch": 0.08},
             "hen": {"fence": 0.70, "roof": 0.20, "chair": 0.10},
         },
     ),
     "mood": Variable({"playful": 0.55, "sleepy": 0.45}),
-    "who": Variable(_evenly(SHE + HE)),
-    "friend": Variable(_evenly(SHE + HE), other_than="who"),
-    "thing": Variable(_evenly(ONE + MANY)),
+    "who": Variable(_uniform(SHE + HE)),
+    "friend": Variable(_uniform(SHE + HE), other_than="who"),
+    "thing": Variable(_uniform(ONE + MANY)),
     "colour": Variable({"red": 0.30, "blue": 0.25, "green": 0.20, "yellow": 0.15, "white": 0.10}),
-    "place": Variable(_evenly(["park", "market", "garden", "forest", "village", "harbour"])),
+    "place": Variable(_uniform(["park", "market", "garden", "forest", "village", "harbour"])),
     "spot": Variable({"bed": 0.30, "door": 0.25, "stairs": 0.20, "table": 0.15, "wall": 0.10}),
 }
 
-_FREELY: dict[str, Law] = {
+_INDEPENDENT: dict[str, Distribution] = {
     "near": {"behind": 0.40, "beside": 0.35, "near": 0.25},
     "around": {"on": 0.45, "near": 0.30, "around": 0.25},
     "size": {"big": 0.30, "small": 0.25, "old": 0.20, "new": 0.15, "heavy": 0.10},
     "kind": {"black": 0.35, "brown": 0.30, "big": 0.20, "small": 0.15},
-    "day": _evenly(["morning", "Monday", "Friday", "Sunday", "evening", "summer"]),
+    "day": _uniform(["morning", "Monday", "Friday", "Sunday", "evening", "summer"]),
     "part": {"morning": 0.45, "evening": 0.35, "night": 0.20},
     "weather": {"warm": 0.35, "cold": 0.25, "windy": 0.20, "sunny": 0.12, "foggy": 0.08},
     "glad": {"happy": 0.40, "proud": 0.25, "tired": 0.20, "hungry": 0.15},
@@ -69,7 +69,7 @@ _FORMS = {
 _HOME = "The $pet sat on the $seat . @sign:mood @arrival @lost @search @end"
 _SPOT = "$thing.They $thing.was ~near the $spot ."
 
-_SENTENCES: dict[str, Law] = {
+_SENTENCES: dict[str, Distribution] = {
     "story": {"@home": 0.65, "@errand": 0.20, "@game": 0.15},
     # At home: a pet, whose mood shows, and a thing that is lost and found.
     "home": {_HOME: 1.0},
@@ -147,4 +147,4 @@ _SENTENCES: dict[str, Law] = {
     },
 }
 
-STORIES = Grammar(_SENTENCES, _VARIABLES, _FREELY, _FORMS)
+STORIES = Grammar(_SENTENCES, _VARIABLES, _INDEPENDENT, _FORMS)

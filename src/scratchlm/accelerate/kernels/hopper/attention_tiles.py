@@ -1,12 +1,13 @@
-"""Tiles of 64 tokens of a head, as a consumer's threads hold them in attention's kernels.
+"""Tiles of 64 tokens of one head, as a consumer's threads hold them in attention's backward pass.
 
-Row 16w + 8j + q and column 8g + 2p + e are with warp w, thread 4q + p. So they can lie in memory,
-16 bytes of each thread's in turn, be added to what lies there, and be turned back by tables laid
-out in the same way: no number moves to another thread.
+wgmma's accumulator layout puts row 16w + 8j + q and column 8g + 2p + e into warp w, thread 4q + p.
+A tile in memory keeps that order: 16 bytes of each thread in turn ("thread order"). So a tile is
+stored, added to what is stored, and rotated by RoPE tables in the same order, and no value moves to
+another thread.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
-# Arguments of a kernel are descriptors and numbers of the device: Python has no types for them.
+# Arguments of a kernel are descriptors and device values: Python has no types for them.
 
 from __future__ import annotations
 
@@ -16,34 +17,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SCALE = gl.constexpr(0.125)  # 1/√64
-TO_POWERS = gl.constexpr(0.125 / math.log(2))  # exp(s/8) = 2 to the power of s · this
-SIZE = gl.constexpr(64 * 64)
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))  # of a product, from registers
-LINES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # 16 bytes of each thread's in turn
+SCALE_LOG2E = gl.constexpr(0.125 / math.log(2))  # exp(s/8) = 2^(s · SCALE_LOG2E)
+TILE_SIZE = gl.constexpr(64 * 64)
+ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OPERAND_A = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR.value, 2))  # in registers
+THREAD_ORDER = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # 16 bytes per thread in turn
 
 
 @gluon.jit
-def in_lines(x):
-    """Lay a tile's numbers in a line."""
-    x = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(SIZE)  # w j q g p e
-    return gl.convert_layout(x, LINES, assert_trivial=True)
+def to_thread_order(x):
+    """Return a tile as a vector in thread order."""
+    x = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(TILE_SIZE)  # w j q g p e
+    return gl.convert_layout(x, THREAD_ORDER, assert_trivial=True)
 
 
 @gluon.jit
-def as_tile(x):
-    """Return the tile whose numbers lie in a line."""
+def from_thread_order(x):
+    """Return a vector in thread order as a tile."""
     x = x.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)  # g w q p j e
-    return gl.convert_layout(x, SUMS, assert_trivial=True)
+    return gl.convert_layout(x, ACCUMULATOR, assert_trivial=True)
 
 
 @gluon.jit
-def add(place, x):
-    """Add a tile to what lies there, and do not wait."""
+def atomic_add_tile(pointers, x):
+    """Add a tile to global memory, without waiting for the result."""
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8}; mov.u32 $0, 0;",
         "=r,l,l,l,l,f,f,f,f",
-        [place.to(gl.int64, bitcast=True), in_lines(x)],
+        [pointers.to(gl.int64, bitcast=True), to_thread_order(x)],
         dtype=gl.int8,
         is_pure=False,
         pack=4,
@@ -51,10 +52,10 @@ def add(place, x):
 
 
 @gluon.jit
-def _angles(lines, place, INTERLEAVED: gl.constexpr):
-    """Read a table's 64 × 32 numbers, laid out by `project_heads.in_lines`; at once: volatile."""
-    at = lines + place * 2048 + gl.arange(0, 2048, LINES)
-    x = gl.load(at, volatile=True).reshape(4, 4, 8, 4, 2, 2)
+def _load_table(tables, tile, INTERLEAVED: gl.constexpr):
+    """Load 64 × 32 values of a table packed by `qkv_rope.rope_tables`; volatile: at once."""
+    pointers = tables + tile * 2048 + gl.arange(0, 2048, THREAD_ORDER)
+    x = gl.load(pointers, volatile=True).reshape(4, 4, 8, 4, 2, 2)
     if INTERLEAVED:
         x = x.permute(1, 5, 2, 0, 4, 3)  # g w q p h j
     else:
@@ -63,26 +64,26 @@ def _angles(lines, place, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def tables_of(turn, unit, tile, heads, INTERLEAVED: gl.constexpr):
+def load_cos_sin(rope, unit, tile, heads, INTERLEAVED: gl.constexpr):
     """Return cos and sin of a tile's tokens."""
-    lines, places, step = turn
-    place = unit // heads * step + tile
-    c = _angles(lines, place, INTERLEAVED)
-    return c, _angles(lines, places + place, INTERLEAVED)
+    tables, table_tiles, batch_step = rope
+    at = unit // heads * batch_step + tile
+    c = _load_table(tables, at, INTERLEAVED)
+    return c, _load_table(tables, table_tiles + at, INTERLEAVED)
 
 
 @gluon.jit
-def turned_back(x, tables, INTERLEAVED: gl.constexpr):
-    """Scale 64 tokens of a head and turn them back; no number moves to another thread."""
+def scale_and_rotate_back(x, cos_sin, INTERLEAVED: gl.constexpr):
+    """Multiply a tile by 1/8 and by RoPE's transpose; no value moves to another thread."""
     x *= SCALE
     if INTERLEAVED:
         a, b = x.reshape(64, 32, 2).split()
     else:
         a, b = x.reshape(64, 2, 32).permute(0, 2, 1).split()
-    c = gl.convert_layout(tables[0], a.type.layout, assert_trivial=True)
-    s = gl.convert_layout(tables[1], a.type.layout, assert_trivial=True)
+    c = gl.convert_layout(cos_sin[0], a.type.layout, assert_trivial=True)
+    s = gl.convert_layout(cos_sin[1], a.type.layout, assert_trivial=True)
     y = gl.join(a * c + b * s, b * c - a * s)
     if not INTERLEAVED:
         y = y.permute(0, 2, 1)
-    y = gl.convert_layout(y.reshape(64, 64), SUMS, assert_trivial=True)
+    y = gl.convert_layout(y.reshape(64, 64), ACCUMULATOR, assert_trivial=True)
     return y.to(gl.bfloat16)

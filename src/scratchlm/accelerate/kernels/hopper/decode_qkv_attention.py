@@ -1,56 +1,57 @@
-"""Queries, keys, values and the attention of one new token in one kernel, for Hopper's clusters.
+"""Q, K, V projection and attention of one new token in one kernel, for Hopper's clusters.
 
     q, k, v = W_q h, W_k h, W_v h        h = norm(x)
     a       = softmax(q · k / √d) v      over the new key and those in the cache
 
-These are two kernels elsewhere (`decode.py`, `decode_attention.py`), because a head's query is
-known only when all who multiplied its rows are done, and few multiprocessors are too slow to read
-its weights. Eight that form a cluster write into each other's shared memory, and wait for each
-other in less than a kernel's end and the next one's beginning take. A cluster takes a head:
+Elsewhere these are two kernels (`triton/decode.py`, `triton/decode_attention.py`): a head's query
+is known only when all programs that multiplied its rows are done, and a few multiprocessors are too
+slow to read its weights. The eight CTAs of a cluster write into each other's shared memory, and a
+cluster barrier takes less time than the end of one kernel and the start of the next. A cluster
+takes a head:
 
-    a CTA       multiplies 8 rows of each of W_q, W_k, W_v, two of each a warp
-    every CTA   is sent all 128 numbers of q and k, and turns them to their place
-    a warp      attends to its 32nd of the old keys
-    a CTA       is sent the 32 shares of its 8 channels, and adds them up with the new value,
-                of which it has just these channels:
+    a CTA       multiplies 8 rows of each of W_q, W_k, W_v, two of each per warp
+    every CTA   receives all 128 values of q and k, and applies RoPE
+    a warp      attends to one of 32 KV splits
+    a CTA       receives the 32 splits' outputs for its 8 channels, and combines them with the new
+                value, of which it has just these channels:
 
     M = max s_i,   a = Σ a_i exp(s_i − M) / Σ exp(s_i − M)       s_i = m_i + log l_i
 
-What depends on nothing is asked for before the wait: weights, old keys and values. Where rows are
-long, W_v and the old values, which are needed last, come into the L2 cache only.
+Weights, old keys and values do not depend on the kernel before: they are loaded before the wait of
+programmatic dependent launch. For long rows, W_v and the old values, which are needed last, are
+only prefetched into the L2 cache.
 
-The first dimension of every tensor here is the CTA. Gluon has no way yet to send a number to
-another one (3.6 and 3.7 refuse a conversion between them), so a few lines of it are PTX.
+The first dimension of every tensor here is the CTA. Gluon cannot send a value to another CTA yet
+(3.6 and 3.7 refuse a conversion between them), so a few lines are PTX.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
-# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Arguments of a kernel are pointers and device values: Python has no types for them.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from scratchlm.accelerate.kernels.triton.decode_tiles import power_of_two
-
 CTAS, WARPS = 8, 4
-SHORT = gl.constexpr(8)  # keys of a warp up to which everything has room in registers
-# Lower than any score, yet finite: the difference of two such is 0, not NaN.
+SHORT = gl.constexpr(8)  # keys per warp up to which everything fits into registers
+# Lower than any score, yet finite: the difference of two of them is 0, not NaN.
 _LOWEST = gl.constexpr(-1e30)
 
 
 @gluon.constexpr_function
-def _apart(each, lanes, warps):
-    """Return the layout in which a CTA has its entry of the first dimension."""
+def _by_cta(each, lanes, warps):
+    """Return a layout in which each CTA has its own entry of the first dimension."""
     rank = len(each)
     ctas = [[n] + [0] * (rank - 1) for n in (1, 2, 4)]
     return gl.BlockedLayout(each, lanes, warps, list(range(rank - 1, -1, -1)), ctas)
 
 
 @gluon.jit
-def _cluster_begins():
-    """Say that this CTA is there: before, nobody may write into its memory."""
+def _cluster_arrive():
+    """Signal that this CTA runs: before, no other CTA may write into its shared memory."""
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.relaxed.aligned; // $0",
         "=r",
@@ -62,10 +63,10 @@ def _cluster_begins():
 
 
 @gluon.jit
-def _send(number, to, slot):
-    """Send a number to CTA `to`, into a `slot` of its box; return where the box is.
+def _send(value, to, slot):
+    """Write a value into CTA `to`, at byte `slot` of its box; return the box's address.
 
-    One number a thread. Slots are bytes.
+    One value per thread.
     """
     return gl.inline_asm_elementwise(
         """
@@ -81,7 +82,7 @@ def _send(number, to, slot):
         }
         """,
         "=&r,f,r,r",
-        [number, to, slot],
+        [value, to, slot],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -89,8 +90,8 @@ def _send(number, to, slot):
 
 
 @gluon.jit
-def _received(box, place, other):
-    """Wait until all have sent; return the numbers in two places of the box."""
+def _receive(box, first, second):
+    """Wait until all CTAs have sent; return the values at two byte offsets of the box."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -103,7 +104,7 @@ def _received(box, place, other):
         }
         """,
         "=&f,=&f,r,r,r",
-        [box, place, other],
+        [box, first, second],
         dtype=(gl.float32, gl.float32),
         is_pure=False,
         pack=1,
@@ -111,10 +112,10 @@ def _received(box, place, other):
 
 
 @gluon.jit
-def _exchange_pairs(mean, level, to, slot, place):
-    """Send (mean, level) of two neighbouring channels to CTA `to`; return two pairs from `place`.
+def _exchange_splits(mean, lse, to, slot, source):
+    """Send (mean, lse) of two neighbouring channels to CTA `to`; return two pairs from `source`.
 
-    Two channels a thread. In the box, a channel has its 32 pairs of 8 bytes one after the other.
+    Two channels per thread. In the box, a channel has its 32 pairs of 8 bytes in a row.
     """
     return gl.inline_asm_elementwise(
         """
@@ -133,7 +134,7 @@ def _exchange_pairs(mean, level, to, slot, place):
         }
         """,
         "=&f,=&f,=&f,=&f,f,f,f,f,r,r,r,r,r,r",
-        [mean, level, to, slot, place],
+        [mean, lse, to, slot, source],
         dtype=(gl.float32, gl.float32),
         is_pure=False,
         pack=2,
@@ -141,8 +142,8 @@ def _exchange_pairs(mean, level, to, slot, place):
 
 
 @gluon.jit
-def _into_cache(pointers):
-    """Ask for the lines of 128 bytes that these point into."""
+def _prefetch(pointers):
+    """Prefetch the lines of 128 bytes that these point into."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0",
         "=r,l",
@@ -154,11 +155,11 @@ def _into_cache(pointers):
 
 
 @gluon.jit
-def _axis(SIZE: gl.constexpr, layout: gl.constexpr, AT: gl.constexpr):
-    """Return 0 … SIZE − 1 along dimension AT of three."""
-    if AT == 0:
+def _axis(SIZE: gl.constexpr, layout: gl.constexpr, DIM: gl.constexpr):
+    """Return 0 … SIZE − 1 along dimension DIM of three."""
+    if DIM == 0:
         i = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    elif AT == 1:
+    elif DIM == 1:
         i = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     else:
         i = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
@@ -166,8 +167,8 @@ def _axis(SIZE: gl.constexpr, layout: gl.constexpr, AT: gl.constexpr):
 
 
 @gluon.jit
-def _of_warp(rows, j: gl.constexpr, ONE: gl.constexpr):
-    """Return the j-th of a warp's two rows, of (CTA, row), to all of its lanes."""
+def _warp_row(rows, j: gl.constexpr, ONE: gl.constexpr):
+    """Broadcast the j-th of a warp's two rows, of (CTA, row), to all of its lanes."""
     pairs = rows.reshape(8, 4, 2)
     layout: gl.constexpr = pairs.type.layout
     one = gl.sum(gl.where(_axis(2, layout, 2) == j, pairs, 0.0), 2)
@@ -175,30 +176,30 @@ def _of_warp(rows, j: gl.constexpr, ONE: gl.constexpr):
 
 
 @gluon.jit
-def _picked(both, kind: gl.constexpr, wanted: gl.constexpr):
-    """Return row `kind` of (CTA, 2, channel): a sum of registers, of which one counts."""
+def _select(both, row: gl.constexpr, out_layout: gl.constexpr):
+    """Return a row of (CTA, 2, channel), as a sum over registers with the other row masked."""
     layout: gl.constexpr = both.type.layout
-    one = gl.sum(gl.where(_axis(2, layout, 1) == kind, both, 0.0), 1)
-    return gl.convert_layout(one, wanted, assert_trivial=True)
+    one = gl.sum(gl.where(_axis(2, layout, 1) == row, both, 0.0), 1)
+    return gl.convert_layout(one, out_layout, assert_trivial=True)
 
 
 @gluon.jit
-def _sent(q, k, ONE: gl.constexpr):
-    """Send (CTA, row) of q and k to all CTAs; return where they gather, q and then k.
+def _broadcast_qk(q, k, ONE: gl.constexpr):
+    """Send (CTA, row) of q and k to all CTAs; return the box where they gather, q and then k.
 
-    All lanes know a warp's two numbers of each: eight lanes send each of them, to eight CTAs.
+    All lanes have a warp's two values of each: eight lanes send each of them, to eight CTAs.
     """
     cta, warp, lane = _axis(8, ONE, 0), _axis(4, ONE, 1), _axis(32, ONE, 2)
     kind, odd = lane // 16, lane // 8 % 2
-    of_q = gl.where(odd == 0, _of_warp(q, 0, ONE), _of_warp(q, 1, ONE))
-    of_k = gl.where(odd == 0, _of_warp(k, 0, ONE), _of_warp(k, 1, ONE))
+    q_value = gl.where(odd == 0, _warp_row(q, 0, ONE), _warp_row(q, 1, ONE))
+    k_value = gl.where(odd == 0, _warp_row(k, 0, ONE), _warp_row(k, 1, ONE))
     slot = (kind * 64 + cta * 8 + warp * 2 + odd) * 4
-    return _send(gl.where(kind == 0, of_q, of_k), lane % 8, slot)
+    return _send(gl.where(kind == 0, q_value, k_value), lane % 8, slot)
 
 
 @gluon.jit
-def _pairs(i, ROPE: gl.constexpr):
-    """Return the partner of each of 128 numbers, q and then k, their pair, and who is first."""
+def _rope_pairs(i, ROPE: gl.constexpr):
+    """Return the partner of each of 128 values, q and then k, their pair, and which is first."""
     if ROPE == 1:
         is_first = i % 64 < 32
         partner = gl.where(is_first, i + 32, i - 32)
@@ -211,43 +212,43 @@ def _pairs(i, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def _share(query, k_block, v_block, seen):
-    """Return (mean, level) of each warp's keys: (CTA, warp, channel) and (CTA, warp, 1)."""
+def _attend_split(query, k_block, v_block, visible):
+    """Return (mean, lse) of each warp's KV split: (CTA, warp, channel) and (CTA, warp, 1)."""
     score = gl.sum(k_block.to(gl.float32) * query[:, None, None, :], 3)
-    score = gl.where(seen, score, _LOWEST)
+    score = gl.where(visible, score, _LOWEST)
     top = gl.max(score, 2)
-    weight = gl.where(seen, gl.exp(score - top[:, :, None]), 0.0)
+    weight = gl.where(visible, gl.exp(score - top[:, :, None]), 0.0)
     total = gl.sum(weight, 2)
     acc = gl.sum(weight[:, :, :, None] * v_block.to(gl.float32), 2)
-    TWO: gl.constexpr = _apart([1, 1, 2], [1, 1, 32], [1, 4, 1])  # two channels a thread
+    TWO: gl.constexpr = _by_cta([1, 1, 2], [1, 1, 32], [1, 4, 1])  # two channels per thread
     top = gl.convert_layout(top, gl.SliceLayout(2, TWO), assert_trivial=True)
     total = gl.convert_layout(total, gl.SliceLayout(2, TWO), assert_trivial=True)
-    some = total > 0.0  # a short row leaves shares empty
-    total = gl.where(some, total, 1.0)
-    level = gl.where(some, top + gl.log(total), _LOWEST)
-    return gl.convert_layout(acc, TWO) / total[:, :, None], level[:, :, None]
+    filled = total > 0.0  # a short row leaves splits empty
+    total = gl.where(filled, total, 1.0)
+    lse = gl.where(filled, top + gl.log(total), _LOWEST)
+    return gl.convert_layout(acc, TWO) / total[:, :, None], lse[:, :, None]
 
 
 @gluon.jit
-def _added_up(mean, level, new_score, v_new):
-    """Exchange the shares; return the sum of them and of the new value, (CTA, channel)."""
+def _combine_splits(mean, lse, new_score, v_new):
+    """Exchange the splits; return them and the new value combined, (CTA, channel)."""
     TWO: gl.constexpr = mean.type.layout
     cta, warp, i = _axis(8, TWO, 0), _axis(4, TWO, 1), _axis(64, TWO, 2)
-    slot, place = (i % 8 * 32 + cta * 4 + warp) * 8, (warp * 64 + i) * 8
-    mean, level = _exchange_pairs(mean, level, i // 8, slot, place)
-    mean, level = mean.reshape(8, 8, 32), level.reshape(8, 8, 32)  # (CTA, channel, share)
+    slot, source = (i % 8 * 32 + cta * 4 + warp) * 8, (warp * 64 + i) * 8
+    mean, lse = _exchange_splits(mean, lse, i // 8, slot, source)
+    mean, lse = mean.reshape(8, 8, 32), lse.reshape(8, 8, 32)  # (CTA, channel, split)
     SUM: gl.constexpr = gl.SliceLayout(2, mean.type.layout)
     new_score = gl.convert_layout(new_score, gl.SliceLayout(1, SUM))[:, None]
-    top = gl.maximum(gl.max(level, 2), new_score)
-    weight, new_weight = gl.exp(level - top[:, :, None]), gl.exp(new_score - top)
-    mixed = gl.sum(weight * mean, 2) + new_weight * gl.convert_layout(v_new, SUM)
-    return mixed / (gl.sum(weight, 2) + new_weight)
+    top = gl.maximum(gl.max(lse, 2), new_score)
+    weight, new_weight = gl.exp(lse - top[:, :, None]), gl.exp(new_score - top)
+    attn_out = gl.sum(weight * mean, 2) + new_weight * gl.convert_layout(v_new, SUM)
+    return attn_out / (gl.sum(weight, 2) + new_weight)
 
 
 @gluon.jit
-def project_attend(
+def decode_qkv_attention(
     x,
-    gain,
+    norm_weight,
     w_q,
     w_k,
     w_v,
@@ -268,45 +269,46 @@ def project_attend(
 ):
     """out[head] = attention of the new token; its key and value go into the cache.
 
-    Grid: a program, which is a cluster, for each of the heads, of 64 channels. A warp takes KEYS
-    old keys, so no row may have more than 32 · KEYS of them before this step. ROPE: as in
-    `decode_attention.py`.
+    Grid: one program, which is a cluster, per head of 64 channels. A warp takes KEYS old keys, so
+    no row may have more than 32 · KEYS of them before this step. ROPE: as in `decode_attention.py`.
     """
     EARLY: gl.constexpr = KEYS <= SHORT
-    _cluster_begins()
+    _cluster_arrive()
     head = gl.program_id(0)
 
-    W: gl.constexpr = _apart([1, 2, 8], [1, 1, 32], [1, 4, 1])  # (CTA, row, column)
+    W: gl.constexpr = _by_cta([1, 2, 8], [1, 1, 32], [1, 4, 1])  # (CTA, row, column)
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, W)))
     channel = _axis(8, W, 0) * 8 + _axis(8, W, 1)
-    place = (head * 64 + channel) * K + k[None, None, :]
+    at = (head * 64 + channel) * K + k[None, None, :]
     inside = (k < K)[None, None, :] & (channel < 64)
-    rows_q = gl.load(w_q + place, mask=inside, other=0.0, eviction_policy="evict_first")
-    rows_k = gl.load(w_k + place, mask=inside, other=0.0, eviction_policy="evict_first")
+    rows_q = gl.load(w_q + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    rows_k = gl.load(w_k + at, mask=inside, other=0.0, eviction_policy="evict_first")
     if EARLY:
-        rows_v = gl.load(w_v + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        g = gl.load(gain + k, mask=k < K, other=0.0)
+        rows_v = gl.load(w_v + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        g = gl.load(norm_weight + k, mask=k < K, other=0.0)
 
-    KV: gl.constexpr = _apart([1, 1, 1, 8], [1, 1, 4, 8], [1, 4, 1, 1])  # (CTA, warp, key, channel)
+    KV: gl.constexpr = _by_cta(
+        [1, 1, 1, 8], [1, 1, 4, 8], [1, 4, 1, 1]
+    )  # (CTA, warp, key, channel)
     CWT: gl.constexpr = gl.SliceLayout(3, KV)
     length = gl.load(lengths).to(gl.int32)  # and so the new token's slot
     t = (_axis(8, CWT, 0) * 4 + _axis(4, CWT, 1)) * KEYS + _axis(KEYS, CWT, 2)
     d = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KV))))
     own = head * CAPACITY * 64
     old = own + t[:, :, :, None] * 64 + d[None, None, None, :]
-    seen = (t < length)[:, :, :, None] & (d < 64)[None, None, None, :]
-    k_block = gl.load(keys + old, mask=seen, other=0.0)
+    visible = (t < length)[:, :, :, None] & (d < 64)[None, None, None, :]
+    k_block = gl.load(keys + old, mask=visible, other=0.0)
     if EARLY:
-        v_block = gl.load(values + old, mask=seen, other=0.0)
+        v_block = gl.load(values + old, mask=visible, other=0.0)
     else:
-        LINES: gl.constexpr = _apart([1, 1, 1], [1, 2, 16], [1, 4, 1])
+        LINES: gl.constexpr = _by_cta([1, 1, 1], [1, 2, 16], [1, 4, 1])
         row = head * 64 + _axis(8, LINES, 0) * 8 + _axis(8, LINES, 1)
-        _into_cache(w_v + row * K + gl.minimum(_axis(BLOCK_K // 64, LINES, 2) * 64, K - 1))
-        _into_cache(values + own + gl.minimum(t, gl.maximum(length - 1, 0)) * 64)
+        _prefetch(w_v + row * K + gl.minimum(_axis(BLOCK_K // 64, LINES, 2) * 64, K - 1))
+        _prefetch(values + own + gl.minimum(t, gl.maximum(length - 1, 0)) * 64)
 
-    ONE: gl.constexpr = _apart([1, 1, 1], [1, 1, 32], [1, 4, 1])  # one number a thread
+    ONE: gl.constexpr = _by_cta([1, 1, 1], [1, 1, 32], [1, 4, 1])  # one value per thread
     i = _axis(4, ONE, 1) * 32 + _axis(32, ONE, 2)
-    partner, pair, is_first = _pairs(i, ROPE)
+    partner, pair, is_first = _rope_pairs(i, ROPE)
     if ROPE != 0:
         cosine, sine = gl.load(cos + length * 32 + pair), gl.load(sin + length * 32 + pair)
     if PDL:
@@ -316,40 +318,40 @@ def project_attend(
     h = gl.load(x + k, mask=k < K, other=0.0)
     norm = gl.rsqrt(gl.sum(h * h, 0) / K + EPS)
     if not EARLY:
-        g = gl.load(gain + k, mask=k < K, other=0.0)
+        g = gl.load(norm_weight + k, mask=k < K, other=0.0)
     h = (h * g.to(gl.float32))[None, None, :]
     q = gl.sum(rows_q.to(gl.float32) * h, 2) * norm
     k_new = gl.sum(rows_k.to(gl.float32) * h, 2) * norm
     if not EARLY:
-        rows_v = gl.load(w_v + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        v_block = gl.load(values + old, mask=seen, other=0.0)
-    box = _sent(q, k_new, ONE)
+        rows_v = gl.load(w_v + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        v_block = gl.load(values + old, mask=visible, other=0.0)
+    box = _broadcast_qk(q, k_new, ONE)
     v_new = (gl.sum(rows_v.to(gl.float32) * h, 2) * norm).to(values.dtype.element_ty)
     CR: gl.constexpr = gl.SliceLayout(2, W)
     c, r = gl.arange(0, 8, gl.SliceLayout(1, CR)), gl.arange(0, 8, gl.SliceLayout(0, CR))
     gl.store(values + own + length * 64 + c[:, None] * 8 + r[None, :], v_new)
 
-    y, y_of_partner = _received(box, i * 4, partner * 4)
+    y, y_partner = _receive(box, i * 4, partner * 4)
     if ROPE != 0:
-        y = y * cosine + gl.where(is_first, -y_of_partner, y_of_partner) * sine
-    # From one number a thread to the eight channels that a thread has of every key
-    BOTH: gl.constexpr = gl.SliceLayout(1, _apart([1, 1, 2, 8], [1, 1, 4, 8], [1, 4, 1, 1]))
+        y = y * cosine + gl.where(is_first, -y_partner, y_partner) * sine
+    # From one value per thread to the eight channels that a thread has of every key
+    BOTH: gl.constexpr = gl.SliceLayout(1, _by_cta([1, 1, 2, 8], [1, 1, 4, 8], [1, 4, 1, 1]))
     CD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, KV))
     y = gl.convert_layout(y.reshape(8, 2, 64), BOTH)
-    query = _picked(y, 0, CD) * SCALE
-    new_key = _picked(y, 1, CD).to(keys.dtype.element_ty)  # as the cache will give it back
+    query = _select(y, 0, CD) * SCALE
+    new_key = _select(y, 1, CD).to(keys.dtype.element_ty)  # as the cache will return it
     c, d = gl.arange(0, 8, gl.SliceLayout(1, CD)), gl.arange(0, 64, gl.SliceLayout(0, CD))
     slot = own + length * 64 + c[:, None] * 0 + d[None, :]
     gl.store(keys + slot, new_key, mask=(c == 0)[:, None] & (d < 64)[None, :])
 
-    mean, level = _share(query, k_block, v_block, t < length)
+    mean, lse = _attend_split(query, k_block, v_block, t < length)
     new_score = gl.sum(query * new_key.to(gl.float32), 1)
-    mixed = _added_up(mean, level, new_score, v_new.to(gl.float32))
-    SUM: gl.constexpr = mixed.type.layout
+    attn_out = _combine_splits(mean, lse, new_score, v_new.to(gl.float32))
+    SUM: gl.constexpr = attn_out.type.layout
     c, d = gl.arange(0, 8, gl.SliceLayout(1, SUM)), gl.arange(0, 8, gl.SliceLayout(0, SUM))
-    gl.store(out + head * 64 + c[:, None] * 8 + d[None, :], mixed.to(out.dtype.element_ty))
+    gl.store(out + head * 64 + c[:, None] * 8 + d[None, :], attn_out.to(out.dtype.element_ty))
 
 
-def keys_of_a_warp(reach: int) -> int:
-    """Return how many keys each of a cluster's warps takes of rows of up to `reach`."""
-    return max(4, power_of_two(-(-reach // (CTAS * WARPS))))
+def keys_per_warp(max_kv_len: int) -> int:
+    """Return how many keys each of a cluster's warps takes of rows of up to `max_kv_len`."""
+    return max(4, triton.next_power_of_2(triton.cdiv(max_kv_len, CTAS * WARPS)))

@@ -1,11 +1,12 @@
-"""What becomes of a tile of ∂Q (`attend_back.py`): its sums wait for more keys, or it leaves.
+"""The accumulators of dQ in attention's backward pass (`attention_backward.py`).
 
-Between two blocks of keys the sums lie as the threads hold them (`head_tiles.py`): the last tiles'
-on shelves in shared memory, the others' in the memory.
+dQ of a tile of queries is a sum over blocks of keys. Between two blocks it is kept in float32, in
+thread order (`attention_tiles.py`): the last tiles' accumulators in shared memory, the others' in
+global memory. With the last block it is rotated back and written out.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
-# Arguments of a kernel are descriptors and numbers of the device: Python has no types for them.
+# Arguments of a kernel are descriptors and device values: Python has no types for them.
 
 from __future__ import annotations
 
@@ -14,66 +15,73 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from scratchlm.accelerate.kernels.hopper.attention_tiles import (
-    LINES,
-    SIZE,
-    add,
-    as_tile,
-    in_lines,
-    tables_of,
-    turned_back,
+    THREAD_ORDER,
+    TILE_SIZE,
+    atomic_add_tile,
+    from_thread_order,
+    load_cos_sin,
+    scale_and_rotate_back,
+    to_thread_order,
 )
 
 
 @gluon.jit
-def _put_aside(dq, place, shelves, shelf, some):
-    """Add a tile of ∂Q to its sums, or begin them where there are not `some`."""
-    if shelf >= 0:
-        x = in_lines(dq)
-        if some:
-            x += shelves.index(shelf).load(LINES)
-        shelves.index(shelf).store(x)
-    elif some:
-        add(place, dq)
+def _accumulate(dq, pointers, in_shared, slot, started):
+    """Add a tile to its accumulator, or write it there if the sum has not `started`."""
+    if slot >= 0:
+        x = to_thread_order(dq)
+        if started:
+            x += in_shared.index(slot).load(THREAD_ORDER)
+        in_shared.index(slot).store(x)
+    elif started:
+        atomic_add_tile(pointers, dq)
     else:
-        gl.store(place, in_lines(dq))
+        gl.store(pointers, to_thread_order(dq))
 
 
 @gluon.jit
-def _with_sums(dq, place, shelves, shelf, some):
-    """Return a tile of ∂Q with its sums so far."""
-    if some:
-        if shelf >= 0:
-            dq += as_tile(shelves.index(shelf).load(LINES))
-        else:  # past the L1 cache, where older sums may lie
-            dq += as_tile(gl.load(place, cache_modifier=".cg"))
+def _total(dq, pointers, in_shared, slot, started):
+    """Return a tile plus its accumulator."""
+    if started:
+        if slot >= 0:
+            dq += from_thread_order(in_shared.index(slot).load(THREAD_ORDER))
+        else:  # past the L1 cache, which may hold an older sum
+            dq += from_thread_order(gl.load(pointers, cache_modifier=".cg"))
     return dq
 
 
 @gluon.jit
-def corner(unit, sizes):
-    """Return the row and the column where a head's queries begin."""
+def head_origin(unit, sizes):
+    """Return the row and the column where the queries of a (batch, head) begin."""
     heads, blocks, _ = sizes
     return unit // heads * blocks * 128, unit % heads * 64
 
 
 @gluon.jit
-def finish(
-    dq, due, turn, ends, sizes, INTERLEAVED: gl.constexpr, CUT: gl.constexpr, C: gl.constexpr
+def accumulate_dq(
+    dq,
+    pending,
+    rope,
+    outputs,
+    sizes,
+    INTERLEAVED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    C: gl.constexpr,
 ):
-    """Put a tile of ∂Q aside, or write it out where its sums are complete."""
-    unit, tile, j, _ = due
-    sums, shelves, first_shelf, out, grad = ends
-    place = sums + tile * SIZE + gl.arange(0, SIZE, LINES)
-    shelf = tile - first_shelf
-    if CUT:  # others add to them too
-        add(place + unit.to(gl.int64) * sizes[1] * 2 * SIZE, dq)
+    """Accumulate a tile of dQ; write it out if this was its last block of keys."""
+    unit, tile, j, _ = pending
+    accumulators, in_shared, first_in_shared, out, grad = outputs
+    pointers = accumulators + tile * TILE_SIZE + gl.arange(0, TILE_SIZE, THREAD_ORDER)
+    slot = tile - first_in_shared
+    if SPLIT:  # other programs add to it too
+        atomic_add_tile(pointers + unit.to(gl.int64) * sizes[1] * 2 * TILE_SIZE, dq)
     elif tile >> 1 == j:
-        tables = tables_of(turn, unit, tile, sizes[0], INTERLEAVED)
-        whole = _with_sums(dq, place, shelves, shelf, j > 0)
-        tma.store_wait(0)  # of the block before: long since read out
-        out.index(2 * C).store(turned_back(whole, tables, INTERLEAVED))
+        cos_sin = load_cos_sin(rope, unit, tile, sizes[0], INTERLEAVED)
+        total = _total(dq, pointers, in_shared, slot, j > 0)
+        tma.store_wait(0)  # the previous block has left the buffer long ago
+        out.index(2 * C).store(scale_and_rotate_back(total, cos_sin, INTERLEAVED))
         fence_async_shared()
-        row, column = corner(unit, sizes)
+        row, column = head_origin(unit, sizes)
         tma.async_copy_shared_to_global(grad, [row + tile * 64, column], out.index(2 * C))
     else:
-        _put_aside(dq, place, shelves, shelf, j > 0)
+        _accumulate(dq, pointers, in_shared, slot, j > 0)

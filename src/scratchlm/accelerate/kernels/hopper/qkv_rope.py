@@ -1,17 +1,19 @@
-"""Queries, keys and values of tokens, turned by their positions, on Hopper's tensor cores.
+"""The joined Q, K, V projection with a fused RoPE epilogue, on Hopper's tensor cores.
 
-    [q; k; v] = [W_Q; W_K; W_V] x,    q and k turned: (a, b) → (a cos − b sin, a sin + b cos)
+    [q; k; v] = [W_Q; W_K; W_V] x,    q and k rotated: (a, b) → (a cos − b sin, a sin + b cos)
 
-As a kernel of its own (`heads.py`), turning reads what the product has just written and writes it
-once more. Here a tile is two heads of 64 channels, and both channels of a pair are one thread's:
-they are turned before they are rounded, and q, k and v are views of what the product writes. How
-the products run, and what waits for what: `turns.py`. Where attention is plainly causal, it is part
-of the same operation (`attended`): it reads them there (`attend.py`), and its backward pass
-(`attend_back.py`) turns back as it writes.
+A RoPE kernel of its own (`triton/qkv_norm_rope.py`) reads what the GEMM has just written and writes
+it once more. Here an output tile is two heads of 64 channels, and both channels of a pair are in
+one thread: it rotates them before they are rounded, and q, k and v are views of the GEMM's output.
+The main loop: `pingpong_gemm.py`.
+
+`qkv_rope_attention` is the projection, RoPE and causal attention as one differentiable function:
+cuDNN's forward pass reads the views, and our backward pass (`attention_backward.py`) rotates back
+as it writes.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
-# Arguments of a kernel are descriptors and numbers of the device: Python has no types for them.
+# Arguments of a kernel are descriptors and device values: Python has no types for them.
 
 from __future__ import annotations
 
@@ -24,29 +26,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from scratchlm.accelerate.kernels.hopper.attention_backward import through_attention
-from scratchlm.accelerate.kernels.hopper.attention_forward import attend_heads
+from scratchlm.accelerate.kernels.hopper.attention_backward import attention_backward
 from scratchlm.accelerate.kernels.hopper.pingpong_gemm import (
-    DEEP,
+    BLOCK_K,
     SIZES,
     TILE,
-    count,
-    described,
-    halves,
+    allocate,
+    ith_tile,
     launch,
-    load,
-    mine,
-    shared,
-    taken_in_turn,
+    load_operands,
+    num_tiles,
+    pingpong_multiply,
+    split_columns,
+    tma_descriptor,
 )
-from scratchlm.accelerate.kernels.triton.qkv_norm_rope import turn_heads_back
+from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope_backward
 
-WIDTH = 64  # of a head
+HEAD_DIM = 64
 
 
 @gluon.jit
-def _pairs(x, INTERLEAVED: gl.constexpr):
-    """Take 64 channels apart into the first and the second of each pair."""
+def _split_pairs(x, INTERLEAVED: gl.constexpr):
+    """Split 64 channels into the first and the second of each pair."""
     if INTERLEAVED:
         x = x.reshape(128, 32, 2)
     else:
@@ -55,9 +56,9 @@ def _pairs(x, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def _turn(x, c, s, INTERLEAVED: gl.constexpr):
-    """Turn a head of 128 tokens; no number moves to another thread."""
-    a, b = _pairs(x, INTERLEAVED)
+def _rotate(x, c, s, INTERLEAVED: gl.constexpr):
+    """Rotate a head of 128 tokens; no value moves to another thread."""
+    a, b = _split_pairs(x, INTERLEAVED)
     c = gl.convert_layout(c, a.type.layout, assert_trivial=True)
     s = gl.convert_layout(s, a.type.layout, assert_trivial=True)
     y = gl.join(a * c - b * s, a * s + b * c)
@@ -67,10 +68,10 @@ def _turn(x, c, s, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def _angles(lines, block, INTERLEAVED: gl.constexpr):
-    """Read a table's 128 × 32 numbers for a tile's tokens, which lie as the threads hold them."""
+def _load_table(tables, block, INTERLEAVED: gl.constexpr):
+    """Load a table's 128 × 32 values for a tile's tokens (`rope_tables`)."""
     by_thread: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    x = gl.load(lines + block * 4096 + gl.arange(0, 4096, by_thread))
+    x = gl.load(tables + block * 4096 + gl.arange(0, 4096, by_thread))
     if INTERLEAVED:
         x = x.reshape(2, 4, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4)  # i g w q p h j
     else:
@@ -81,7 +82,7 @@ def _angles(lines, block, INTERLEAVED: gl.constexpr):
 @gluon.jit
 def _consume(
     y,
-    tables,
+    rope,
     rings,
     out,
     bars,
@@ -91,64 +92,65 @@ def _consume(
     INTERLEAVED: gl.constexpr,
     C: gl.constexpr,
 ):
-    lines, blocks, turned = tables
-    tiles_down, tiles_across, depth = sizes
-    for i in range(C, count(tiles_down, tiles_across), 2):
-        m, n = mine(i, tiles_down, tiles_across, GROUP)
-        c = _angles(lines, m % blocks, INTERLEAVED)  # on their way under the products
-        s = _angles(lines, blocks + m % blocks, INTERLEAVED)
-        parts = halves(taken_in_turn(rings, bars, i, depth, STAGES, C, True))
-        tma.store_wait(0)  # of the tile before: long since read out
+    """Consumer C: the GEMM's tiles, and RoPE as their epilogue."""
+    tables, table_blocks, rotated = rope
+    tiles_m, tiles_n, k_blocks = sizes
+    for i in range(C, num_tiles(tiles_m, tiles_n), 2):
+        m, n = ith_tile(i, tiles_m, tiles_n, GROUP)
+        c = _load_table(tables, m % table_blocks, INTERLEAVED)  # in flight during the main loop
+        s = _load_table(tables, table_blocks + m % table_blocks, INTERLEAVED)
+        heads = split_columns(pingpong_multiply(rings, bars, i, k_blocks, STAGES, C, True))
+        tma.store_wait(0)  # the previous tile has left the buffers long ago
         for h in gl.static_range(2):
-            part = parts[h]
-            if n * 128 + 64 * h < turned:
-                part = _turn(part, c, s, INTERLEAVED)
-            out.index(2 * C + h).store(part.to(gl.bfloat16))
+            head = heads[h]
+            if n * 128 + 64 * h < rotated:
+                head = _rotate(head, c, s, INTERLEAVED)
+            out.index(2 * C + h).store(head.to(gl.bfloat16))
         fence_async_shared()
         for h in gl.static_range(2):
-            place = [m * 128, n * 128 + 64 * h]
-            tma.async_copy_shared_to_global(y, place, out.index(2 * C + h))
+            corner = [m * 128, n * 128 + 64 * h]
+            tma.async_copy_shared_to_global(y, corner, out.index(2 * C + h))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "blocks", "turned"])
-def _project(
+@gluon.jit(do_not_specialize=[*SIZES, "table_blocks", "rotated"])
+def _qkv_rope_kernel(
     x,
     w,
     y,
-    lines,
-    blocks,
-    turned,
-    tiles_down,
-    tiles_across,
-    depth,
+    tables,
+    table_blocks,
+    rotated,
+    tiles_m,
+    tiles_n,
+    k_blocks,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
     INTERLEAVED: gl.constexpr,
 ):
-    rings, out, bars = shared(x, w, y, STAGES, 4, True)
-    tables = (lines, blocks, turned)
-    sizes = (tiles_down, tiles_across, depth)
+    rings, out, bars = allocate(x, w, y, STAGES, 4, True)
+    rope = (tables, table_blocks, rotated)
+    sizes = (tiles_m, tiles_n, k_blocks)
     gl.warp_specialize(
         [
-            (_consume, (y, tables, rings, out, bars, sizes, STAGES, GROUP, INTERLEAVED, 0)),
-            (_consume, (y, tables, rings, out, bars, sizes, STAGES, GROUP, INTERLEAVED, 1)),
-            (load, (x, w, rings, bars, sizes, STAGES, GROUP, True)),
+            (_consume, (y, rope, rings, out, bars, sizes, STAGES, GROUP, INTERLEAVED, 0)),
+            (_consume, (y, rope, rings, out, bars, sizes, STAGES, GROUP, INTERLEAVED, 1)),
+            (load_operands, (x, w, rings, bars, sizes, STAGES, GROUP, True)),
         ],
         [4, 1],
         [REGISTERS, 504 - 2 * REGISTERS],
     )
 
 
-# Calls
+# Host side
 
 
-def in_lines(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Lay both tables (…, places, 32) out as the threads hold them, 128 places at a time.
+def rope_tables(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Pack both tables (…, positions, 32) in the kernel's register layout, 128 positions at a time.
 
-    Place 64i + 16w + 8j + q and pair 8g + 4h + p (where pairs are halves apart, 8g + 2p + e) are
-    with warp w, thread 4q + p, 16 bytes of each thread's in turn.
+    Position 64i + 16w + 8j + q and pair 8g + 4h + p (in the half layout, 8g + 2p + e) belong to
+    warp w, thread 4q + p, 16 bytes of each thread in turn.
     """
     both = torch.stack((cos, sin))
     if interleaved:  # i w j q g h p
@@ -156,55 +158,74 @@ def in_lines(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return both.reshape(2, -1, 4, 2, 8, 4, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
 
 
-def turned_product(
-    x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool, programs: int = 0
+def qkv_rope_gemm(
+    x: Tensor, w: Tensor, tables: Tensor, rotated: int, interleaved: bool, programs: int = 0
 ) -> Tensor:
-    """Return x Wᵀ (tokens, all heads · 64), the first `turned` columns of it turned.
+    """Return x Wᵀ (tokens, all heads · 64) with RoPE applied to its first `rotated` columns.
 
-    The tables in `lines` serve tokens in turn: they are as long as a sequence, or as all.
+    The packed tables serve the tokens in turn: they are as long as a sequence, or as all of them.
     """
     (rows, d), columns = x.shape, len(w)
     x, w = x.contiguous(), w.contiguous()
     y = x.new_empty(rows, columns)
-    tensors = [described(x, TILE, DEEP), described(w, TILE, DEEP), described(y, TILE, 64)]
-    blocks = lines.numel() // (2 * TILE * WIDTH // 2)
-    sizes = (rows // TILE, triton.cdiv(columns, TILE), d // DEEP)
-    launch(_project, [*tensors, lines, blocks, turned], sizes, programs, INTERLEAVED=interleaved)
+    descriptors = [
+        tma_descriptor(x, TILE, BLOCK_K),
+        tma_descriptor(w, TILE, BLOCK_K),
+        tma_descriptor(y, TILE, 64),
+    ]
+    arguments = [*descriptors, tables, tables.numel() // (2 * TILE * HEAD_DIM // 2), rotated]
+    sizes = (rows // TILE, triton.cdiv(columns, TILE), d // BLOCK_K)
+    launch(_qkv_rope_kernel, arguments, sizes, programs, INTERLEAVED=interleaved)
     return y
 
 
-# As torch sees it: a whole operation, which a compiler does not open
+# As torch sees it: one opaque op, which a compiler does not trace into
 
 
-@torch.library.custom_op("scratchlm::turned_product", mutates_args=(), device_types="cuda")
-def _turned_product(x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool) -> Tensor:
-    return turned_product(x, w, lines, turned, interleaved)
+@torch.library.custom_op("scratchlm::qkv_rope_product", mutates_args=(), device_types="cuda")
+def qkv_rope_product(
+    x: Tensor, w: Tensor, tables: Tensor, rotated: int, interleaved: bool
+) -> Tensor:
+    """Return x Wᵀ (tokens, all heads · 64) with RoPE applied to its first `rotated` columns."""
+    return qkv_rope_gemm(x, w, tables, rotated, interleaved)
 
 
-@_turned_product.register_fake
-def _(x: Tensor, w: Tensor, lines: Tensor, turned: int, interleaved: bool) -> Tensor:
+@qkv_rope_product.register_fake
+def _(x: Tensor, w: Tensor, tables: Tensor, rotated: int, interleaved: bool) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
-def _cut(joined: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values (batch, heads, seq, 64) as views of (batch, seq, all)."""
-    by_head = joined.unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+def _project(
+    x: Tensor, w: Tensor, tables: Tensor, num_heads: tuple[int, int], interleaved: bool
+) -> Tensor:
+    """Return [Q | K | V] (batch, seq, all heads · 64) with RoPE applied."""
+    batch, seq, d = x.shape
+    rotated = sum(num_heads) * HEAD_DIM
+    qkv = qkv_rope_product(x.reshape(-1, d), w, tables, rotated, interleaved)
+    return qkv.view(batch, seq, -1)
+
+
+def _split_heads(qkv: Tensor, num_heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v (batch, heads, seq, 64) as views of (batch, seq, all heads · 64)."""
+    heads, kv_heads = num_heads
+    by_head = qkv.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
     q, k, v = by_head.split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v
 
 
-def _gradients(
-    ctx: Any, of_joined: Tensor, x: Tensor, w: Tensor
+def _gemm_gradients(
+    ctx: Any, grad_qkv: Tensor, x: Tensor, w: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a product's operands that are asked for."""
-    of_joined = of_joined.view(-1, len(w))
-    for_x, for_w, *_ = ctx.needs_input_grad
-    of_x = (of_joined @ w).view(x.shape) if for_x else None
-    return of_x, of_joined.t() @ x.reshape(-1, x.shape[-1]) if for_w else None
+    """Return the gradients of x and w that are needed."""
+    grad_qkv = grad_qkv.view(-1, len(w))
+    needs_x, needs_w, *_ = ctx.needs_input_grad
+    grad_x = (grad_qkv @ w).view(x.shape) if needs_x else None
+    grad_w = grad_qkv.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
+    return grad_x, grad_w
 
 
-class _Projected(torch.autograd.Function):
-    """Queries, keys and values: views of one product, hence no plain op."""
+class _QkvRope(torch.autograd.Function):
+    """q, k and v are views of one product: a custom op may not return them."""
 
     @staticmethod
     def forward(
@@ -213,64 +234,86 @@ class _Projected(torch.autograd.Function):
         w: Tensor,
         cos: Tensor,
         sin: Tensor,
-        lines: Tensor,
+        tables: Tensor,
         heads: int,
         kv_heads: int,
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch, seq, d = x.shape
-        turned = (heads + kv_heads) * WIDTH
-        joined = _turned_product(x.reshape(-1, d), w, lines, turned, interleaved)
+        qkv = _project(x, w, tables, (heads, kv_heads), interleaved)
         ctx.save_for_backward(x, w, cos, sin)
         ctx.interleaved = interleaved
-        return _cut(joined.view(batch, seq, -1), heads, kv_heads)
+        return _split_heads(qkv, (heads, kv_heads))
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         x, w, cos, sin = ctx.saved_tensors
-        how = (cos, sin, None, None, 0.0, ctx.interleaved)
-        of_joined = turn_heads_back(dq, dk, dv, None, *how)[0]
-        return *_gradients(ctx, of_joined, x, w), *[None] * 6
+        no_norm = (None, None, 0.0)
+        grad_qkv = qkv_norm_rope_backward(dq, dk, dv, None, cos, sin, *no_norm, ctx.interleaved)[0]
+        return *_gemm_gradients(ctx, grad_qkv, x, w), *[None] * 6
 
 
-def projected(
+def qkv_rope(
     x: Tensor,
     w: Tensor,
     tables: tuple[Tensor, Tensor, Tensor],
-    heads: tuple[int, int],
+    num_heads: tuple[int, int],
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values (batch, heads, seq, 64); `tables`: cos, sin, both in lines.
+    """Project x (batch, seq, d) to q, k and v (batch, heads, seq, 64), q and k rotated.
 
-    x and w are in bfloat16.
+    x and w are in bfloat16; `tables`: cos, sin, and both packed by `rope_tables`; `num_heads`: of
+    queries, of keys and values.
     """
-    q, k, v = _Projected.apply(x, w, *tables, *heads, interleaved)
+    q, k, v = _QkvRope.apply(x, w, *tables, *num_heads, interleaved)
     return q, k, v
 
 
-class _Attended(torch.autograd.Function):
-    """Heads from their projection to what attention mixes."""
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal attention's output, laid out as q, and the log-sum-exp of the scores.
+
+    cuDNN itself maps groups of query heads to fewer heads of k and v.
+    """
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    attn_out, log_sum_exp, *_ = attention(q, k, v, None, True, 0.0, True)
+    return attn_out, log_sum_exp
+
+
+class _QkvRopeAttention(torch.autograd.Function):
+    """From the layer's input to attention's output."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tables: Tensor,
+        heads: int,
+        kv_heads: int,
+        interleaved: bool,
     ) -> Tensor:
-        batch, seq, d = x.shape
-        joined = _turned_product(x.reshape(-1, d), w, lines, 2 * heads * WIDTH, interleaved)
-        joined = joined.view(batch, seq, -1)
-        mixed, log_sums = attend_heads(joined)
-        ctx.save_for_backward(x, w, joined, mixed, log_sums, lines)
+        qkv = _project(x, w, tables, (heads, kv_heads), interleaved)
+        by_head, log_sum_exp = cudnn_attention(*_split_heads(qkv, (heads, kv_heads)))
+        attn_out = by_head.transpose(1, 2).flatten(2)  # a view: cuDNN follows q's layout
+        ctx.save_for_backward(x, w, qkv, attn_out, log_sum_exp, tables)
         ctx.interleaved = interleaved
-        return mixed
+        return attn_out
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, joined, mixed, log_sums, lines = ctx.saved_tensors
-        of_joined = through_attention(joined, mixed, slope, log_sums, lines, ctx.interleaved)
-        return *_gradients(ctx, of_joined, x, w), None, None, None
+    def backward(ctx: Any, grad_attn_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, qkv, attn_out, log_sum_exp, tables = ctx.saved_tensors
+        grad_qkv = attention_backward(
+            qkv, attn_out, grad_attn_out, log_sum_exp, tables, ctx.interleaved
+        )
+        return *_gemm_gradients(ctx, grad_qkv, x, w), *[None] * 4
 
 
-def attended(x: Tensor, w: Tensor, lines: Tensor, heads: int, interleaved: bool) -> Tensor:
-    """Return what causal attention mixes (batch, seq, heads · 64) of x; x and w in bfloat16."""
-    mixed: Tensor = _Attended.apply(x, w, lines, heads, interleaved)
-    return mixed
+def qkv_rope_attention(
+    x: Tensor, w: Tensor, tables: Tensor, num_heads: tuple[int, int], interleaved: bool
+) -> Tensor:
+    """Return causal attention's output (batch, seq, heads · 64) for x (batch, seq, d).
+
+    x and w ((heads + 2 kv_heads) · 64, d) are in bfloat16, seq is a multiple of 128, d of 64;
+    `tables` are packed by `rope_tables`; `num_heads`: of queries, of keys and values.
+    """
+    attn_out: Tensor = _QkvRopeAttention.apply(x, w, tables, *num_heads, interleaved)
+    return attn_out

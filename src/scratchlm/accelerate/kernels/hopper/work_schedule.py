@@ -1,7 +1,7 @@
-"""Work of unequal size, shared out over a kernel's programs before it starts."""
+"""A static schedule of work items of unequal cost over a persistent kernel's programs."""
 
 # mypy: disallow_untyped_defs=False, disallow_any_decorated=False
-# Arguments of a kernel are numbers of the device: Python has no types for them.
+# Arguments of a kernel are device values: Python has no types for them.
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from triton.experimental.gluon import language as gl
 
 
 @functools.cache
-def shared_out(
+def make_schedule(
     units: int, costs: tuple[int, ...], programs: int, device: torch.device, whole: bool = False
 ) -> Tensor:
-    """Return a row for each program: how many items it takes, and which, in that order.
+    """Return a row per program: how many items it takes, and which, in order.
 
-    Item u · len(costs) + j is the j-th of unit u. Who is free first takes the next one; if units
-    are to be `whole`, all of the next unit's. Kept for the next call of that size: one before a
-    CUDA graph is recorded, which takes no copies from here.
+    Item u · len(costs) + j is the j-th of unit u and costs costs[j]. The next item goes to the
+    program that is free first; if units stay `whole`, all of the next unit's items do. Cached by
+    size: call it once before recording a CUDA graph, which cannot record the copy to the device.
     """
     parts = len(costs)
     step = parts if whole else 1
@@ -39,13 +39,13 @@ def shared_out(
 
 
 @gluon.jit
-def how_many(plan, stride):
-    """Return how many items this program takes, where rows of the plan are `stride` long."""
-    return gl.load(plan + gl.program_id(0) * stride)
+def num_items(schedule, stride):
+    """Return how many items this program takes, where rows of the schedule are `stride` long."""
+    return gl.load(schedule + gl.program_id(0) * stride)
 
 
 @gluon.jit
-def taken(plan, stride, r, parts):
+def load_item(schedule, stride, r, parts):
     """Return the unit, and which of its parts, of this program's r-th item."""
-    item = gl.load(plan + gl.program_id(0) * stride + 1 + r)
+    item = gl.load(schedule + gl.program_id(0) * stride + 1 + r)
     return item // parts, item % parts

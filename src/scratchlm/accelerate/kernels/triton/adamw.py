@@ -1,14 +1,14 @@
-"""AdamW over many tensors in one launch: every number is read once and written once.
+"""Multi-tensor AdamW: one launch updates all tensors, one read and one write per element.
 
     g ← s·g
     m ← β₁m + (1 − β₁)g        v ← β₂v + (1 − β₂)g²
     θ ← (1 − lr·λ)θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-θ and v are float32, g and m float32 or bfloat16: 28 bytes a parameter, or down to 22. Where θ has a
-twin in bfloat16, what products read, that is written too: 2 more. The tensors lie where they lie: a
-table has a row for each, with the addresses of its θ, m, v and twin, how many numbers, and the
-first of its chunks; one list has the addresses of the gradients, another says of every chunk, a
-program each, whose it is. The factors are floats, for which nothing is compiled anew.
+θ and v are float32, g and m float32 or bfloat16: 22 to 28 bytes of traffic per parameter. If θ has
+a bf16 shadow copy, that is written too (2 bytes more). A table on the device has one row per
+tensor: the addresses of θ, m, v and the shadow, the number of elements, and its first chunk. A
+second list has the addresses of the gradients, a third maps each chunk (one program) to its tensor.
+Hyperparameters are passed as floats, so a new value does not recompile the kernel.
 """
 
 from __future__ import annotations
@@ -21,203 +21,204 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 6  # of the table
-Place = tuple[int, int, int, int, int]  # addresses of θ, m, v and the twin or 0; how many numbers
+Row = tuple[int, int, int, int, int]  # addresses of θ, m, v and the shadow (or 0); numel
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Tiling(NamedTuple):
-    """How much a program takes at a time, how many times, and with how many warps."""
+    """Elements per block, blocks per program, warps, and the cache hint."""
 
     block: int = 2048
-    rounds: int = 1
+    blocks_per_program: int = 1
     warps: int = 8
-    hint: str = "evict_first"  # nothing is read again soon; "": the cache's own ways
+    eviction_policy: str = "evict_first"  # nothing is read again soon; "": the default policy
 
 
-class Kinds(NamedTuple):
-    """What the tensors of a launch have in common."""
+class Variant(NamedTuple):
+    """What the tensors of a launch have in common; each variant is compiled separately."""
 
-    gradient: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
     moment: torch.dtype = torch.float32
     aligned: bool = True  # every address is a multiple of 16
-    twins: bool = False
+    shadow: bool = False
 
 
-PLAIN = Kinds()
+DEFAULT = Variant()
 
 
 class Factors(NamedTuple):
-    """What a step multiplies with."""
+    """The scalars of one step."""
 
     decay: float  # 1 − lr·λ
-    rate: float  # lr / (1 − β₁ᵗ)
-    root: float  # 1 / √(1 − β₂ᵗ)
+    step_size: float  # lr / (1 − β₁ᵗ)
+    inv_sqrt_correction: float  # 1 / √(1 − β₂ᵗ)
     eps: float
     beta1: float
     beta2: float
 
 
 @triton.jit
-def _block(  # type: ignore[no-untyped-def]
+def _update_block(  # type: ignore[no-untyped-def]
     p,
     g,
     m,
     v,
-    twin,
-    at,
-    inside,
+    shadow,
+    offsets,
+    mask,
     scale,
     decay,
-    rate,
-    root,
+    step_size,
+    inv_sqrt_correction,
     eps,
     beta1,
-    rest1,
+    one_minus_beta1,
     beta2,
-    rest2,
-    TWIN: tl.constexpr,
-    HINT: tl.constexpr,
+    one_minus_beta2,
+    SHADOW: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    w = tl.load(p + at, mask=inside, eviction_policy=HINT)
-    slope = tl.load(g + at, mask=inside, eviction_policy=HINT).to(tl.float32) * scale
-    mean = tl.load(m + at, mask=inside, eviction_policy=HINT).to(tl.float32)
-    square = tl.load(v + at, mask=inside, eviction_policy=HINT)
-    mean = beta1 * mean + rest1 * slope
-    square = beta2 * square + rest2 * (slope * slope)
-    # Rounded as torch rounds: the quick root takes the smallest numbers for 0.
-    w = decay * w - rate * tl.div_rn(mean, tl.sqrt_rn(square) * root + eps)
-    tl.store(p + at, w, mask=inside, eviction_policy=HINT)
-    if TWIN:
-        tl.store(twin + at, w.to(tl.bfloat16), mask=inside)
-    tl.store(m + at, mean.to(m.dtype.element_ty), mask=inside, eviction_policy=HINT)
-    tl.store(v + at, square, mask=inside, eviction_policy=HINT)
+    param = tl.load(p + offsets, mask=mask, eviction_policy=EVICTION)
+    grad = tl.load(g + offsets, mask=mask, eviction_policy=EVICTION).to(tl.float32) * scale
+    exp_avg = tl.load(m + offsets, mask=mask, eviction_policy=EVICTION).to(tl.float32)
+    exp_avg_sq = tl.load(v + offsets, mask=mask, eviction_policy=EVICTION)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
+    # IEEE rounding, as in torch: the approximate square root flushes subnormals to 0.
+    denominator = tl.sqrt_rn(exp_avg_sq) * inv_sqrt_correction + eps
+    param = decay * param - step_size * tl.div_rn(exp_avg, denominator)
+    tl.store(p + offsets, param, mask=mask, eviction_policy=EVICTION)
+    if SHADOW:
+        tl.store(shadow + offsets, param.to(tl.bfloat16), mask=mask)
+    tl.store(m + offsets, exp_avg.to(m.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
+    tl.store(v + offsets, exp_avg_sq, mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
-def _adamw(  # type: ignore[no-untyped-def]
-    places,
-    gradients,
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    grads,
     owners,
     scale,
     decay,
-    rate,
-    root,
+    step_size,
+    inv_sqrt_correction,
     eps,
     beta1,
-    rest1,
+    one_minus_beta1,
     beta2,
-    rest2,
-    GRADIENT: tl.constexpr,
+    one_minus_beta2,
+    GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
-    FOUR_G: tl.constexpr,
-    FOUR_M: tl.constexpr,
-    TWIN: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr,
+    MOMENT_ALIGNMENT: tl.constexpr,
+    SHADOW: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HINT: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     program = tl.program_id(0)
     owner = tl.load(owners + program)
-    row = places + owner * COLUMNS
+    row = rows + owner * COLUMNS
     p = tl.load(row).to(tl.pointer_type(tl.float32))
-    g = tl.load(gradients + owner).to(tl.pointer_type(GRADIENT))
+    g = tl.load(grads + owner).to(tl.pointer_type(GRAD))
     m = tl.load(row + 1).to(tl.pointer_type(MOMENT))
     v = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-    twin = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
-    if ALIGNED:  # so that a thread loads four numbers at once, whatever their size
+    shadow = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
+    if ALIGNED:  # so that loads are vectorized, four elements of any size
         p = tl.multiple_of(p, 16)
-        g = tl.multiple_of(g, FOUR_G)
-        m = tl.multiple_of(m, FOUR_M)
+        g = tl.multiple_of(g, GRAD_ALIGNMENT)
+        m = tl.multiple_of(m, MOMENT_ALIGNMENT)
         v = tl.multiple_of(v, 16)
-        twin = tl.multiple_of(twin, 8)
+        shadow = tl.multiple_of(shadow, 8)
     start = (program - tl.load(row + 5)) * CHUNK
     stop = tl.minimum(start + CHUNK, tl.load(row + 4))
-    whole = stop - (stop - start) % BLOCK
+    tail = stop - (stop - start) % BLOCK
     factor = 1.0
     if scale is not None:
         factor = tl.load(scale).to(tl.float32)
-    for first in range(start, whole, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        _block(
-            *(p, g, m, v, twin, at, None),
-            *(factor, decay, rate, root, eps, beta1, rest1, beta2, rest2),
-            TWIN,
-            HINT,
+    for first in range(start, tail, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        _update_block(
+            *(p, g, m, v, shadow, offsets, None, factor, decay, step_size),
+            *(inv_sqrt_correction, eps, beta1, one_minus_beta1, beta2, one_minus_beta2),
+            SHADOW,
+            EVICTION,
         )
-    for first in range(whole, stop, REST):  # in small pieces: masked addresses take registers
-        at = first + tl.arange(0, REST)
-        inside = at < stop
-        _block(
-            *(p, g, m, v, twin, at, inside),
-            *(factor, decay, rate, root, eps, beta1, rest1, beta2, rest2),
-            TWIN,
-            HINT,
+    for first in range(tail, stop, TAIL_BLOCK):  # small blocks: masks cost registers
+        offsets = first + tl.arange(0, TAIL_BLOCK)
+        mask = offsets < stop
+        _update_block(
+            *(p, g, m, v, shadow, offsets, mask, factor, decay, step_size),
+            *(inv_sqrt_correction, eps, beta1, one_minus_beta1, beta2, one_minus_beta2),
+            SHADOW,
+            EVICTION,
         )
 
 
 class Table:
-    """Where some tensors lie, on the device; written anew where that changes, without a wait."""
+    """The addresses of some tensors, on the device; updated by asynchronous copies."""
 
-    def __init__(self, places: list[Place], device: torch.device, tiling: Tiling) -> None:
-        self.places, self.device, self.tiling = places, device, tiling
-        size = tiling.block * tiling.rounds
-        chunks = torch.tensor([-(-count // size) for *_, count in places])
-        firsts = (chunks.cumsum(0) - chunks)[:, None]
-        self.rows = self._send(torch.cat((torch.tensor(places), firsts), dim=1))
-        owners = torch.arange(len(places), dtype=torch.int32)
-        self.owners = self._send(owners.repeat_interleave(chunks))
-        self.gradients: list[int] = []
-        self.gradient_list: Tensor
+    def __init__(self, rows: list[Row], device: torch.device, tiling: Tiling) -> None:
+        self.rows, self.device, self.tiling = rows, device, tiling
+        size = tiling.block * tiling.blocks_per_program
+        num_chunks = torch.tensor([-(-numel // size) for *_, numel in rows])
+        first_chunks = (num_chunks.cumsum(0) - num_chunks)[:, None]
+        self.device_rows = self._send(torch.cat((torch.tensor(rows), first_chunks), dim=1))
+        owners = torch.arange(len(rows), dtype=torch.int32)
+        self.owners = self._send(owners.repeat_interleave(num_chunks))
+        self.grads: list[int] = []
+        self.device_grads: Tensor
 
-    def set_gradients(self, addresses: list[int]) -> None:
-        """Say where the gradients lie now."""
-        if addresses != self.gradients:
-            self.gradients = addresses
-            self.gradient_list = self._send(torch.tensor(addresses))
+    def set_grads(self, addresses: list[int]) -> None:
+        """Set the addresses of the gradients."""
+        if addresses != self.grads:
+            self.grads = addresses
+            self.device_grads = self._send(torch.tensor(addresses))
 
-    def _send(self, numbers: Tensor) -> Tensor:
+    def _send(self, values: Tensor) -> Tensor:
         if self.device.type != "cuda":
-            return numbers.to(self.device)
-        # Pinned memory is given out again only after the copy: torch's allocator sees to it.
-        return numbers.pin_memory().to(self.device, non_blocking=True)
+            return values.to(self.device)
+        # torch's allocator reuses pinned memory only after the copy.
+        return values.pin_memory().to(self.device, non_blocking=True)
 
 
-def move(
+def update(
     table: Table,
     factors: Factors,
     scale: Tensor | None = None,
-    kinds: Kinds = PLAIN,
+    variant: Variant = DEFAULT,
 ) -> None:
-    """Move all tensors of a table once, and their twins if they have some."""
-    decay, rate, root, eps, beta1, beta2 = factors
-    block, rounds, warps, hint = table.tiling
-    with torch.cuda.device_of(table.rows):
-        _adamw[(len(table.owners),)](
-            table.rows,
-            table.gradient_list,
+    """Take one AdamW step for all tensors of a table, and write their bf16 shadows, if any."""
+    decay, step_size, inv_sqrt_correction, eps, beta1, beta2 = factors
+    block, blocks_per_program, warps, eviction_policy = table.tiling
+    with torch.cuda.device_of(table.device_rows):
+        _adamw_kernel[(len(table.owners),)](
+            table.device_rows,
+            table.device_grads,
             table.owners,
             scale,
             decay,
-            rate,
-            root,
+            step_size,
+            inv_sqrt_correction,
             eps,
             beta1,
             1 - beta1,
             beta2,
             1 - beta2,
-            GRADIENT=TYPES[kinds.gradient],
-            MOMENT=TYPES[kinds.moment],
-            FOUR_G=4 * kinds.gradient.itemsize,
-            FOUR_M=4 * kinds.moment.itemsize,
-            TWIN=kinds.twins,
-            ALIGNED=kinds.aligned,
+            GRAD=TYPES[variant.grad],
+            MOMENT=TYPES[variant.moment],
+            GRAD_ALIGNMENT=4 * variant.grad.itemsize,
+            MOMENT_ALIGNMENT=4 * variant.moment.itemsize,
+            SHADOW=variant.shadow,
+            ALIGNED=variant.aligned,
             BLOCK=block,
-            CHUNK=block * rounds,
-            REST=min(block, 32 * warps),
+            CHUNK=block * blocks_per_program,
+            TAIL_BLOCK=min(block, 32 * warps),
             COLUMNS=COLUMNS,
-            HINT=hint,
+            EVICTION=eviction_policy,
             num_warps=warps,
         )

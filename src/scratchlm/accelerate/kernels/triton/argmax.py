@@ -1,20 +1,20 @@
-"""The greatest logit of every row, found on the device: greedy decoding reads nothing back."""
+"""Argmax over the logits on the device: greedy decoding needs no copy to the host."""
 
 # mypy: disallow_untyped_defs=False
-# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and scalars: Python has no types for them.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from scratchlm.accelerate.kernels.triton.decode import _ready
+from scratchlm.accelerate.kernels.triton.decode import launch_dependents_and_wait
 
 
 @triton.jit
-def greatest(
+def argmax(
     logits,
-    best,
+    partial,
     tickets,
     ids,
     VOCAB: tl.constexpr,
@@ -23,27 +23,28 @@ def greatest(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ids[row] = the index of the row's greatest logit, the first among equals.
+    """ids[row] = argmax(logits[row]); the lowest index wins a tie.
 
-    Grid: (PARTS, rows). Each program finds its part's; the last to finish (a ticket per row)
-    chooses among them. An index is exact in float32 up to 2²⁴, the largest vocabulary.
+    Grid: (PARTS, rows). Each program reduces one part of the vocabulary. The last one to finish
+    (an atomic ticket per row) reduces over the parts. Indices are stored as float32, which is exact
+    up to 2²⁴, the largest vocabulary.
     """
     part, row = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
-    place = part * PART + i
-    _ready(PDL)
-    inside = (i < PART) & (place < VOCAB)
-    value = tl.load(logits + row.to(tl.int64) * VOCAB + place, mask=inside, other=float("-inf"))
-    top, at = tl.max(value, 0, return_indices=True)
-    mine = best + (row * PARTS + part) * 2
-    tl.store(mine, top)
-    tl.store(mine + 1, (part * PART + at).to(tl.float32))
+    column = part * PART + i
+    launch_dependents_and_wait(PDL)
+    mask = (i < PART) & (column < VOCAB)
+    value = tl.load(logits + row.to(tl.int64) * VOCAB + column, mask=mask, other=float("-inf"))
+    amax, index = tl.max(value, 0, return_indices=True)
+    slot = partial + (row * PARTS + part) * 2
+    tl.store(slot, amax)
+    tl.store(slot + 1, (part * PART + index).to(tl.float32))
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets + row, 1, sem="acq_rel")
     if ticket == PARTS - 1:
         p = tl.arange(0, PARTS)
-        tops = tl.load(best + (row * PARTS + p) * 2, cache_modifier=".cg")
-        _, winner = tl.max(tops, 0, return_indices=True)
-        index = tl.load(best + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
-        tl.store(ids + row, index.to(tl.int64))
+        amaxes = tl.load(partial + (row * PARTS + p) * 2, cache_modifier=".cg")
+        _, winner = tl.max(amaxes, 0, return_indices=True)
+        token = tl.load(partial + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
+        tl.store(ids + row, token.to(tl.int64))
         tl.store(tickets + row, 0)

@@ -1,31 +1,31 @@
-"""Kernels for one token per row: every weight is read once, at the memory's speed.
+"""Decode kernels for one token per row: GEMVs that read every weight once, memory-bound.
 
-A step of decoding multiplies each matrix by one vector (or a few), so its time is the time to read
-the matrices, plus what is lost where one kernel ends and the next begins. Five kernels make a layer
+Decoding multiplies each matrix by one vector (or a few), so a step takes as long as reading the
+weights, plus what is lost between kernels. A layer is five kernels
 
     q, k, v = W_qkv · norm(x)         norm_project
-    a       = attention(q, k, v)      attend              (see `decode_attention.py`)
+    a       = attention(q, k, v)      decode_attention    (see `decode_attention.py`)
     x       = x + W_O a               project_add
-    u       = act(W1 h) ⊙ W3 h        norm_gate           h = norm(x)
+    u       = act(W1 h) ⊙ W3 h        norm_up             h = norm(x)
     x       = x + W2 u                project_add
 
-(on a Hopper GPU the first two may be one, `project_attend.py`), and each is written so that the
-next can begin early. A program owns a block of matrix rows over their whole width. It asks for its
-block of weights first, which depends on nothing, then lets the next kernel start, then waits for
-the kernel before it (programmatic dependent launch, `PDL`), and only then reads the vector. So the
-memory is busy while one kernel drains and the next one fills.
+(on Hopper the first two may be one, `decode_qkv_attention.py`), which overlap by programmatic
+dependent launch (`PDL`). A program owns a block of matrix rows over their whole width. It loads its
+weights first, which depend on no other kernel; lets the next kernel start; waits for the previous
+kernel; and only then reads the vector. So weights stream in while one kernel drains and the next
+one starts.
 
-A program may own several blocks (`TILES`); the next block's loads are issued before the present
-one is multiplied. A row may be taken in several parts (`PARTS`): blocks are powers of two wide, and
-one of 4,096 for a width of 2,752 leaves a third of its registers empty. `ROWS` vectors are
-multiplied by the same block. Sums are in float32.
+A program may own several blocks (`TILES`); it prefetches the next block before it multiplies the
+current one. A row may be split into `CHUNKS` along K, because blocks are powers of two: one of
+4,096 for a width of 2,752 would waste a third of its registers. The same weights multiply `ROWS`
+vectors. Sums are in float32.
 
-RMSNorm is taken out of the product, W (g ⊙ x / rms) = (W (g ⊙ x)) / rms, so that the sum of squares
-and the product are reduced side by side instead of one after the other.
+RMSNorm is moved out of the product, W (g ⊙ x / rms) = (W (g ⊙ x)) / rms, so that the sum of squares
+and the product are reduced side by side.
 """
 
 # mypy: disallow_untyped_defs=False
-# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and scalars: Python has no types for them.
 
 from __future__ import annotations
 
@@ -38,102 +38,106 @@ ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU}
 
 
 @triton.jit
-def _ready(PDL: tl.constexpr):
-    """Let the next kernel's programs in, then wait until the kernel before has written all."""
+def launch_dependents_and_wait(PDL: tl.constexpr):
+    """PDL: let the next kernel start, then wait until the previous kernel has finished."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _weights(
+def _load_weights(
     matrix,
     first,
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FROM: tl.constexpr = 0,
+    FIRST_K: tl.constexpr = 0,
 ):
-    """Load rows first … first + BLOCK_N of a matrix (N, K) from a column on, zeros beyond it."""
-    n, k = tl.arange(0, BLOCK_N), FROM + tl.arange(0, BLOCK_K)
-    begin = matrix + first.to(tl.int64) * K  # a vocabulary times a width may pass 2³¹
-    inside = (first + n < N)[:, None] & (k < K)[None, :]
-    place = begin + n[:, None] * K + k[None, :]
-    return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+    """Load rows first … first + BLOCK_N of a matrix (N, K) from a column on, zeros outside."""
+    n, k = tl.arange(0, BLOCK_N), FIRST_K + tl.arange(0, BLOCK_K)
+    begin = matrix + first.to(tl.int64) * K  # vocabulary · width may pass 2³¹
+    mask = (first + n < N)[:, None] & (k < K)[None, :]
+    offsets = begin + n[:, None] * K + k[None, :]
+    return tl.load(offsets, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _parts(
+def _load_weight_chunks(
     matrix,
     first,
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Load the same rows in parts of BLOCK_K columns."""
-    parts = ()
-    for i in tl.static_range(PARTS):
-        parts += (_weights(matrix, first, N, K, BLOCK_N, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
-    return parts
+    """Load the same rows in chunks of BLOCK_K columns."""
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        chunks += (_load_weights(matrix, first, N, K, BLOCK_N, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
+    return chunks
 
 
 @triton.jit
-def _vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr, FROM: tl.constexpr = 0):
-    k = FROM + tl.arange(0, BLOCK_K)
+def load_vector(x, K: tl.constexpr, BLOCK_K: tl.constexpr, FIRST_K: tl.constexpr = 0):
+    """Load BLOCK_K elements of a vector of K as float32, zeros outside."""
+    k = FIRST_K + tl.arange(0, BLOCK_K)
     return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
-def _vector_in_parts(x, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
-    parts = ()
-    for i in tl.static_range(PARTS):
-        parts += (_vector(x, K, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
-    return parts
+def _load_vector_chunks(x, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        chunks += (load_vector(x, K, BLOCK_K, i * BLOCK_K),)  # type: ignore[assignment]
+    return chunks
 
 
 @triton.jit
-def _centre(x, gain, shift, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
-    """Return (v, s) with norm(x) = v · s, s a number."""
+def normalize(x, norm_weight, norm_bias, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
+    """Return (v, s) with norm(x) = v · s, s a scalar."""
     scale = 1.0
     if NORM == 1:
         scale = tl.rsqrt(tl.sum(x * x, 0) / K + EPS)
-        x = x * gain
+        x = x * norm_weight
     elif NORM == 2:
-        inside = tl.arange(0, x.shape[0]) < K
-        x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / K + EPS) * gain + shift
+        mask = tl.arange(0, x.shape[0]) < K
+        x = tl.where(mask, x - tl.sum(x, 0) / K, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / K + EPS) * norm_weight + norm_bias
     return x, scale
 
 
 @triton.jit
-def _parameters(gain, shift, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr):
-    """Load a norm's gain and shift: constants, so before the wait."""
-    g, b = tl.full((BLOCK_K,), 1.0, tl.float32), tl.full((BLOCK_K,), 0.0, tl.float32)
+def load_norm_parameters(
+    norm_weight, norm_bias, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr
+):
+    """Load a norm's weight and bias: constants, so before the PDL wait."""
+    w, b = tl.full((BLOCK_K,), 1.0, tl.float32), tl.full((BLOCK_K,), 0.0, tl.float32)
     if NORM != 0:
-        g = _vector(gain, K, BLOCK_K)
-        if shift is not None:
-            b = _vector(shift, K, BLOCK_K)
-    return g, b
+        w = load_vector(norm_weight, K, BLOCK_K)
+        if norm_bias is not None:
+            b = load_vector(norm_bias, K, BLOCK_K)
+    return w, b
 
 
 @triton.jit
-def _product(weights, vector):
+def _matvec(weights, vector):
     return tl.sum(weights.to(tl.float32) * vector[None, :], 1)
 
 
 @triton.jit
-def _product_of_parts(weights, vector, PARTS: tl.constexpr):
+def _matvec_chunks(weights, vector, CHUNKS: tl.constexpr):
     products = weights[0].to(tl.float32) * vector[0][None, :]
-    for i in tl.static_range(1, PARTS):
+    for i in tl.static_range(1, CHUNKS):
         products += weights[i].to(tl.float32) * vector[i][None, :]
     return tl.sum(products, 1)
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activation(x, ACTIVATION: tl.constexpr):
+    """Apply one of `ACTIVATIONS`."""
     if ACTIVATION == 0:
         y = x * tl.sigmoid(x)
     elif ACTIVATION == 1:
@@ -158,25 +162,25 @@ def embed(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x = E[id] (+ P[length]); an id outside the table gives NaN, as in `Transformer._embed`."""
+    """x = E[id] (+ P[length]); an id outside the table gives NaN, as in the model."""
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    _ready(PDL)
+    launch_dependents_and_wait(PDL)
     token = tl.load(ids + row).to(tl.int64)
-    known = (token >= 0) & (token < VOCAB)
-    y = tl.load(table + tl.where(known, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    is_valid = (token >= 0) & (token < VOCAB)
+    y = tl.load(table + tl.where(is_valid, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
     if positions is not None:
-        place = tl.load(lengths + row).to(tl.int64)
-        y += tl.load(positions + place * K + k, mask=k < K, other=0.0).to(tl.float32)
-    y = tl.where(known, y, float("nan"))
+        position = tl.load(lengths + row).to(tl.int64)
+        y += tl.load(positions + position * K + k, mask=k < K, other=0.0).to(tl.float32)
+    y = tl.where(is_valid, y, float("nan"))
     tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
 def norm_project(
     x,
-    gain,
-    shift,
+    norm_weight,
+    norm_bias,
     w0,
     w1,
     w2,
@@ -200,41 +204,45 @@ def norm_project(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y_i = W_i norm(x) (+ b_i) for up to three matrices; with `lengths`, count one token more."""
+    """y_i = W_i norm(x) (+ b_i) for up to three matrices; also increments `lengths`, if given."""
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
     step = tl.num_programs(0)
-    first, N, matrix = _choose(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
-    weights = _weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
-    g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    _ready(PDL)
+    first, N, matrix = _select_matrix(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+    weights = _load_weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
+    w, b = load_norm_parameters(norm_weight, norm_bias, K, BLOCK_K, NORM)
+    launch_dependents_and_wait(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
-            ahead = block + step
-            first_, N_, matrix_ = _choose(ahead, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
-            coming = _weights(matrix_, first_, N_, K, BLOCK_N, BLOCK_K)
-        first, N, y = _choose(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+            next_block = block + step
+            first, N, matrix = _select_matrix(
+                next_block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N
+            )
+            next_weights = _load_weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
+        first, N, y = _select_matrix(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
-            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
-            out = _product(weights, v) * scale
+            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are reloaded
+                v, scale = normalize(load_vector(x + row * K, K, BLOCK_K), w, b, K, EPS, NORM)
+            out = _matvec(weights, v) * scale
             if BIAS:
-                _, _, bias = _choose(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+                _, _, bias = _select_matrix(
+                    block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N
+                )
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
         if tile + 1 < TILES:
-            weights = coming
-            block = ahead
+            weights = next_weights
+            block = next_block
     if lengths is not None:
         row = tl.arange(0, triton.next_power_of_2(ROWS))
-        mine = (row < ROWS) & (tl.program_id(0) == 0)
-        tl.store(lengths + row, tl.load(lengths + row, mask=mine, other=0) + 1, mask=mine)
+        mask = (row < ROWS) & (tl.program_id(0) == 0)
+        tl.store(lengths + row, tl.load(lengths + row, mask=mask, other=0) + 1, mask=mask)
 
 
 @triton.jit
-def _choose(
+def _select_matrix(
     block,
     p0,
     p1,
@@ -246,9 +254,9 @@ def _choose(
     BLOCKS1: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return the first row of a block, the rows of its matrix (0 past the last), its pointer."""
+    """Map a block to its matrix: return its first row, the rows of the matrix, and its pointer."""
     first, N, pointer = block * BLOCK_N, N0, p0
-    if N1 > 0:  # else there is one matrix
+    if N1 > 0:  # otherwise there is one matrix
         if block >= BLOCKS0 + BLOCKS1:
             first, N, pointer = (block - BLOCKS0 - BLOCKS1) * BLOCK_N, N2, p2
         elif block >= BLOCKS0:
@@ -257,10 +265,10 @@ def _choose(
 
 
 @triton.jit
-def norm_gate(
+def norm_up(
     x,
-    gain,
-    shift,
+    norm_weight,
+    norm_bias,
     w1,
     w3,
     b1,
@@ -280,110 +288,110 @@ def norm_gate(
     """y = act(W1 h + b1) ⊙ (W3 h + b3), h = norm(x); without w3, y = act(W1 h + b1)."""
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
-    up = _weights(w1, first, N, K, BLOCK_N, BLOCK_K)
+    weights1 = _load_weights(w1, first, N, K, BLOCK_N, BLOCK_K)
     if w3 is not None:
-        gate = _weights(w3, first, N, K, BLOCK_N, BLOCK_K)
-    g, b = _parameters(gain, shift, K, BLOCK_K, NORM)
-    _ready(PDL)
+        weights3 = _load_weights(w3, first, N, K, BLOCK_N, BLOCK_K)
+    w, b = load_norm_parameters(norm_weight, norm_bias, K, BLOCK_K, NORM)
+    launch_dependents_and_wait(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
-            next_up = _weights(w1, first + step, N, K, BLOCK_N, BLOCK_K)
+            next_weights1 = _load_weights(w1, first + step, N, K, BLOCK_N, BLOCK_K)
             if w3 is not None:
-                next_gate = _weights(w3, first + step, N, K, BLOCK_N, BLOCK_K)
+                next_weights3 = _load_weights(w3, first + step, N, K, BLOCK_N, BLOCK_K)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
-            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are read again
-                v, scale = _centre(_vector(x + row * K, K, BLOCK_K), g, b, K, EPS, NORM)
-            out = _product(up, v) * scale
+            if ROWS > 1 or tile == 0:  # one vector stays in registers, several are reloaded
+                v, scale = normalize(load_vector(x + row * K, K, BLOCK_K), w, b, K, EPS, NORM)
+            out = _matvec(weights1, v) * scale
             if b1 is not None:
                 out += tl.load(b1 + n, mask=n < N, other=0.0).to(tl.float32)
-            out = _activate(out, ACTIVATION)
+            out = activation(out, ACTIVATION)
             if w3 is not None:
-                factor = _product(gate, v) * scale
+                product3 = _matvec(weights3, v) * scale
                 if b3 is not None:
-                    factor += tl.load(b3 + n, mask=n < N, other=0.0).to(tl.float32)
-                out *= factor
+                    product3 += tl.load(b3 + n, mask=n < N, other=0.0).to(tl.float32)
+                out *= product3
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
         if tile + 1 < TILES:
-            up = next_up
+            weights1 = next_weights1
             if w3 is not None:
-                gate = next_gate
+                weights3 = next_weights3
             first += step
 
 
 @triton.jit
-def _added_up(
-    means,
-    sums,
+def _combine_splits(
+    split_out,
+    lse,
     row,
     K: tl.constexpr,
     D: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return Σ a_i exp(s_i) / Σ exp(s_i), head by head: attention out of its shares."""
+    """Combine KV splits: return Σ a_i exp(s_i) / Σ exp(s_i) for every head, s_i the split's LSE."""
     head = tl.arange(0, BLOCK_K // D)
-    there = head < K // D
-    place = head[:, None] * D + tl.arange(0, D)[None, :]
-    top = tl.full((BLOCK_K // D,), -1e30, tl.float32)
+    mask = head < K // D
+    offsets = head[:, None] * D + tl.arange(0, D)[None, :]
+    running_max = tl.full((BLOCK_K // D,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_K // D,), tl.float32)
-    mixed = tl.zeros((BLOCK_K // D, D), tl.float32)
-    for share in tl.static_range(SHARES):
-        before = share * ROWS + row
-        score = tl.load(sums + before * (K // D) + head, mask=there, other=-1e30)
-        mean = tl.load(means + before * K + place, mask=there[:, None], other=0.0)
-        new_top = tl.maximum(top, score)
-        fade, weight = tl.exp(top - new_top), tl.exp(score - new_top)
-        mixed = mixed * fade[:, None] + mean.to(tl.float32) * weight[:, None]
-        total = total * fade + weight
-        top = new_top
-    return tl.reshape(mixed / total[:, None], (BLOCK_K,))
+    acc = tl.zeros((BLOCK_K // D, D), tl.float32)
+    for split in tl.static_range(SPLITS):
+        split_row = split * ROWS + row
+        split_lse = tl.load(lse + split_row * (K // D) + head, mask=mask, other=-1e30)
+        value = tl.load(split_out + split_row * K + offsets, mask=mask[:, None], other=0.0)
+        new_max = tl.maximum(running_max, split_lse)
+        rescale, weight = tl.exp(running_max - new_max), tl.exp(split_lse - new_max)
+        acc = acc * rescale[:, None] + value.to(tl.float32) * weight[:, None]
+        total = total * rescale + weight
+        running_max = new_max
+    return tl.reshape(acc / total[:, None], (BLOCK_K,))
 
 
 @triton.jit
 def project_add(
     x,
     vector,
-    sums,
+    lse,
     w,
     bias,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x + W v (+ b). y must not be x: other programs may still be waiting to read.
+    """y = x + W v (+ b). y must not be x, which other programs may not have read yet.
 
-    With `sums` (SHARES, ROWS, heads), v is what `attend` left in shares (SHARES, ROWS, heads, D),
-    and PARTS is 1.
+    With `lse` (SPLITS, ROWS, heads), v holds the KV splits (SPLITS, ROWS, heads, D) that
+    `decode_attention` left uncombined, and CHUNKS is 1.
     """
     first = tl.program_id(0) * BLOCK_N
     step = tl.num_programs(0) * BLOCK_N
-    weights = _parts(w, first, N, K, BLOCK_N, BLOCK_K, PARTS)
-    _ready(PDL)
+    weights = _load_weight_chunks(w, first, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+    launch_dependents_and_wait(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
-            coming = _parts(w, first + step, N, K, BLOCK_N, BLOCK_K, PARTS)
+            next_weights = _load_weight_chunks(w, first + step, N, K, BLOCK_N, BLOCK_K, CHUNKS)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
-            before = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+            residual = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
             if ROWS > 1 or tile == 0:
-                if sums is None:
-                    v = _vector_in_parts(vector + row * K, K, BLOCK_K, PARTS)
+                if lse is None:
+                    v = _load_vector_chunks(vector + row * K, K, BLOCK_K, CHUNKS)
                 else:
-                    v = (_added_up(vector, sums, row, K, D, SHARES, ROWS, BLOCK_K),)
-            out = before + _product_of_parts(weights, v, PARTS)
+                    v = (_combine_splits(vector, lse, row, K, D, SPLITS, ROWS, BLOCK_K),)
+            out = residual + _matvec_chunks(weights, v, CHUNKS)
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
         if tile + 1 < TILES:
-            weights = coming
+            weights = next_weights
             first += step

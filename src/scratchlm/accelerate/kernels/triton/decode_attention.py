@@ -1,32 +1,32 @@
-"""Attention of one new token per row over the key-value cache, and the cache's new entry.
+"""Split-KV attention of one new token per row over the KV cache; also appends to the cache.
 
-A program takes one query head of one row and one of `SPLITS` shares of the keys. Split 0 holds the
-new key besides: straight from the projection, not through the cache, so that no program waits for
-another's write; it also writes the new key and value into their slot. Each keeps
+A program takes one query head of one row and one of `SPLITS` ranges of the keys. Split 0 also
+takes the new key and value, straight from the projection, so that no program waits for another's
+write; it writes them into the cache. Each program runs online softmax over its range
 
     m = max s,   l = Σ exp(s − m),   acc = Σ exp(s − m) v        s = q · k / √d
 
-over its share, and the shares of a head are added up:
+and the splits of a head are combined:
 
     M = max m_i,   out = Σ acc_i exp(m_i − M) / Σ l_i exp(m_i − M)
 
-A few shares are added up by the kernel that reads them (`project_add`): each leaves acc / l and
-s = m + log l, and nobody waits for anybody. Many are added up here, by the program that finishes
-last (a ticket per head): a trip to memory and back.
+Few splits are combined by the kernel that reads them (deferred combine, in `project_add`): each
+program leaves acc / l and its log-sum-exp m + log l, without synchronization. Many splits are
+combined here by the last program to finish (an atomic ticket per head): a round trip to memory.
 
-How long each row is stands in device memory, so a recorded graph goes on being right as it grows.
-The first block of old keys and values is asked for before the wait: earlier steps wrote it.
+The rows' lengths are in device memory, so a captured CUDA graph stays valid as they grow. The
+first block of cached keys and values is loaded before the PDL wait: earlier steps wrote it.
 """
 
 # mypy: disallow_untyped_defs=False
-# Arguments of a kernel are pointers and numbers of the device: Python has no types for them.
+# Kernel arguments are device pointers and scalars: Python has no types for them.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from scratchlm.accelerate.kernels.triton.decode import _ready
+from scratchlm.accelerate.kernels.triton.decode import launch_dependents_and_wait
 
 NO_ROPE, HALF, INTERLEAVED = 0, 1, 2
 # Lower than any score, yet finite: the difference of two such is 0, not NaN.
@@ -34,8 +34,8 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _pairs(D: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr):
-    """Return each channel's partner, the pair they form, and whether it is the pair's first."""
+def _rope_pairs(D: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr):
+    """Return each channel's partner, the index of their RoPE pair, and whether it comes first."""
     d = tl.arange(0, BLOCK_D)
     if ROPE == 1:
         is_first = d < D // 2
@@ -49,16 +49,16 @@ def _pairs(D: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _channels(head, channel, inside):
-    return tl.load(head + channel, mask=inside, other=0.0).to(tl.float32)
+def _load_channels(head, channel, mask):
+    return tl.load(head + channel, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _turned(
+def _norm_rope(
     x,
     partner,
-    gain,
-    partner_gain,
+    weight,
+    partner_weight,
     c,
     s,
     is_first,
@@ -67,42 +67,44 @@ def _turned(
     QK_NORM: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Return one head's query or key, normed and turned to its place, in float32."""
+    """Apply QK-norm and RoPE to one head's query or key, in float32."""
     if QK_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
-        x = x * scale * gain
-        partner = partner * scale * partner_gain
+        x = x * scale * weight
+        partner = partner * scale * partner_weight
     if ROPE != 0:
         x = x * c + tl.where(is_first, -partner, partner) * s
     return x
 
 
 @triton.jit
-def _block(cache, begin, end, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_kv_block(
+    cache, begin, end, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):
     t, d = begin + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    place = cache + t[:, None] * D + d[None, :]
-    return tl.load(place, mask=(t < end)[:, None] & (d < D)[None, :], other=0.0)
+    tile = cache + t[:, None] * D + d[None, :]
+    return tl.load(tile, mask=(t < end)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def _take_in(q, k, v, begin, end, top, total, acc, BLOCK_T: tl.constexpr):
-    """Add one block of keys and values to what was gathered so far."""
-    seen = begin + tl.arange(0, BLOCK_T) < end
-    score = tl.where(seen, tl.sum(k.to(tl.float32) * q[None, :], 1), _LOWEST)
-    new_top = tl.maximum(top, tl.max(score, 0))
-    weight = tl.where(seen, tl.exp(score - new_top), 0.0)
-    fade = tl.exp(top - new_top)
-    acc = acc * fade + tl.sum(weight[:, None] * v.to(tl.float32), 0)
-    return new_top, total * fade + tl.sum(weight, 0), acc
+def _online_softmax(q, k, v, begin, end, running_max, total, acc, BLOCK_T: tl.constexpr):
+    """Update the running max, sum and accumulator with one block of keys and values."""
+    is_valid = begin + tl.arange(0, BLOCK_T) < end
+    score = tl.where(is_valid, tl.sum(k.to(tl.float32) * q[None, :], 1), _LOWEST)
+    new_max = tl.maximum(running_max, tl.max(score, 0))
+    weight = tl.where(is_valid, tl.exp(score - new_max), 0.0)
+    rescale = tl.exp(running_max - new_max)
+    acc = acc * rescale + tl.sum(weight[:, None] * v.to(tl.float32), 0)
+    return new_max, total * rescale + tl.sum(weight, 0), acc
 
 
 @triton.jit
-def attend(
+def decode_attention(
     q,
     k,
     v,
-    q_gain,
-    k_gain,
+    q_weight,
+    k_weight,
     cos,
     sin,
     keys,
@@ -111,9 +113,9 @@ def attend(
     partial,
     tickets,
     out,
-    sums,
+    lse,
     CAPACITY: tl.constexpr,
-    REACH: tl.constexpr,
+    MAX_KV_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -130,83 +132,89 @@ def attend(
 ):
     """out[row, head] = attention of the new token; its key and value go into the cache.
 
-    Grid: (HEADS, SPLITS, rows). REACH: keys that a row may have at most, of CAPACITY in the cache.
-    WINDOW = 0: no sliding window. With `sums` (splits, rows, heads), `out` is (splits, rows, heads,
-    d) and the shares stay apart. Without, `partial` holds (acc, m, l) per row, head and split in
-    float32; `tickets` are zero before and after.
+    Grid: (HEADS, SPLITS, rows). No row has more than MAX_KV_LEN keys, of CAPACITY in the cache.
+    WINDOW = 0: no sliding window. With `lse` (splits, rows, heads), `out` is (splits, rows, heads,
+    d) and the splits are not combined. Without, `partial` holds (acc, m, l) per row, head and split
+    in float32; `tickets` are zero before and after.
     """
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
     d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    length = tl.load(lengths + row).to(tl.int32)  # and so the new token's slot
+    mask = d < D
+    length = tl.load(lengths + row).to(tl.int32)  # also the new token's position
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(length - WINDOW + 1, 0)
-    share = tl.cdiv(length - oldest, SPLITS)
-    begin = oldest + split * share
-    end = tl.minimum(begin + share, length)
-    own = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
-    k_block = _block(keys + own, begin, end, D, BLOCK_T, BLOCK_D)
-    v_block = _block(values + own, begin, end, D, BLOCK_T, BLOCK_D)
-    partner, pair, is_first = _pairs(D, BLOCK_D, ROPE)
-    c, s, qg, kg, qg_, kg_ = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    keys_per_split = tl.cdiv(length - oldest, SPLITS)
+    begin = oldest + split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, length)
+    kv_start = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
+    k_block = _load_kv_block(keys + kv_start, begin, end, D, BLOCK_T, BLOCK_D)
+    v_block = _load_kv_block(values + kv_start, begin, end, D, BLOCK_T, BLOCK_D)
+    partner, pair, is_first = _rope_pairs(D, BLOCK_D, ROPE)
+    c, s, qw, kw, qw_partner, kw_partner = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if ROPE != 0:
-        c = _channels(cos, length * (D // 2) + pair, inside)
-        s = _channels(sin, length * (D // 2) + pair, inside)
+        c = _load_channels(cos, length * (D // 2) + pair, mask)
+        s = _load_channels(sin, length * (D // 2) + pair, mask)
     if QK_NORM:
-        qg, qg_ = _channels(q_gain, d, inside), _channels(q_gain, partner, inside)
-        kg, kg_ = _channels(k_gain, d, inside), _channels(k_gain, partner, inside)
-    _ready(PDL)
+        qw, qw_partner = _load_channels(q_weight, d, mask), _load_channels(q_weight, partner, mask)
+        kw, kw_partner = _load_channels(k_weight, d, mask), _load_channels(k_weight, partner, mask)
+    launch_dependents_and_wait(PDL)
 
-    # All loads before the first sum. A partner is read from memory, not shuffled: one code for
-    # both layouts of the rotation.
+    # All loads come before the first reduction. A partner is loaded from memory, not shuffled, so
+    # that one code serves both RoPE layouts.
     q_head = q + (row * HEADS + head) * D
     new = (row * KV_HEADS + kv_head) * D
-    query, query_ = _channels(q_head, d, inside), _channels(q_head, partner, inside)
-    new_key, new_key_ = _channels(k + new, d, inside), _channels(k + new, partner, inside)
-    new_value = tl.load(v + new + d, mask=inside, other=0.0).to(values.dtype.element_ty)
-    query = _turned(query, query_, qg, qg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
-    new_key = _turned(new_key, new_key_, kg, kg_, c, s, is_first, D, EPS, QK_NORM, ROPE)
-    new_key = new_key.to(keys.dtype.element_ty)  # as the cache will give it back
-    holds_new = split == 0
-    writes = inside & holds_new & (head % (HEADS // KV_HEADS) == 0)
-    tl.store(keys + own + length * D + d, new_key, mask=writes)
-    tl.store(values + own + length * D + d, new_value, mask=writes)
+    query, query_partner = _load_channels(q_head, d, mask), _load_channels(q_head, partner, mask)
+    new_key = _load_channels(k + new, d, mask)
+    new_key_partner = _load_channels(k + new, partner, mask)
+    new_value = tl.load(v + new + d, mask=mask, other=0.0).to(values.dtype.element_ty)
+    query = _norm_rope(query, query_partner, qw, qw_partner, c, s, is_first, D, EPS, QK_NORM, ROPE)
+    new_key = _norm_rope(
+        new_key, new_key_partner, kw, kw_partner, c, s, is_first, D, EPS, QK_NORM, ROPE
+    )
+    new_key = new_key.to(keys.dtype.element_ty)  # rounded as in the cache
+    has_new_key = split == 0
+    writes = mask & has_new_key & (head % (HEADS // KV_HEADS) == 0)
+    tl.store(keys + kv_start + length * D + d, new_key, mask=writes)
+    tl.store(values + kv_start + length * D + d, new_value, mask=writes)
 
     query *= SCALE
-    top = tl.where(holds_new, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
-    total = tl.where(holds_new, 1.0, 0.0)
-    acc = tl.where(holds_new, new_value.to(tl.float32), 0.0)
-    top, total, acc = _take_in(query, k_block, v_block, begin, end, top, total, acc, BLOCK_T)
-    if REACH > SPLITS * BLOCK_T:  # else the first block is all there can ever be
+    running_max = tl.where(has_new_key, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
+    total = tl.where(has_new_key, 1.0, 0.0)
+    acc = tl.where(has_new_key, new_value.to(tl.float32), 0.0)
+    running_max, total, acc = _online_softmax(
+        query, k_block, v_block, begin, end, running_max, total, acc, BLOCK_T
+    )
+    if MAX_KV_LEN > SPLITS * BLOCK_T:  # otherwise the first block holds all keys
         for start in range(begin + BLOCK_T, end, BLOCK_T):
-            k_block = _block(keys + own, start, end, D, BLOCK_T, BLOCK_D)
-            v_block = _block(values + own, start, end, D, BLOCK_T, BLOCK_D)
-            top, total, acc = _take_in(
-                query, k_block, v_block, start, end, top, total, acc, BLOCK_T
+            k_block = _load_kv_block(keys + kv_start, start, end, D, BLOCK_T, BLOCK_D)
+            v_block = _load_kv_block(values + kv_start, start, end, D, BLOCK_T, BLOCK_D)
+            running_max, total, acc = _online_softmax(
+                query, k_block, v_block, start, end, running_max, total, acc, BLOCK_T
             )
 
     result = out + (row * HEADS + head) * D + d
     if SPLITS == 1:
-        tl.store(result, (acc / total).to(out.dtype.element_ty), mask=inside)
-    elif sums is not None:
+        tl.store(result, (acc / total).to(out.dtype.element_ty), mask=mask)
+    elif lse is not None:
         rows_before = split * tl.num_programs(2)
-        some = total > 0.0  # a short row leaves shares empty
-        mean = acc / tl.where(some, total, 1.0)
-        place = result + rows_before * HEADS * D
-        tl.store(place, mean.to(out.dtype.element_ty), mask=inside)
-        score = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), _LOWEST)
-        tl.store(sums + (rows_before + row) * HEADS + head, score)
+        has_keys = total > 0.0  # a short row leaves splits empty
+        split_out = acc / tl.where(has_keys, total, 1.0)
+        target = result + rows_before * HEADS * D
+        tl.store(target, split_out.to(out.dtype.element_ty), mask=mask)
+        split_lse = running_max + tl.log(tl.where(has_keys, total, 1.0))
+        split_lse = tl.where(has_keys, split_lse, _LOWEST)
+        tl.store(lse + (rows_before + row) * HEADS + head, split_lse)
     else:
-        mine = partial + ((row * HEADS + head) * SPLITS + split) * (D + 2)
-        tl.store(mine + d, acc, mask=inside)
-        tl.store(mine + D, top)
-        tl.store(mine + D + 1, total)
-        tl.debug_barrier()  # every thread's part is written before the ticket is drawn
+        slot = partial + ((row * HEADS + head) * SPLITS + split) * (D + 2)
+        tl.store(slot + d, acc, mask=mask)
+        tl.store(slot + D, running_max)
+        tl.store(slot + D + 1, total)
+        tl.debug_barrier()  # all threads have stored before the ticket is taken
         ticket = tl.atomic_add(tickets + row * HEADS + head, 1, sem="acq_rel")
         if ticket == SPLITS - 1:
-            _add_up(
+            _combine_splits(
                 partial + (row * HEADS + head) * SPLITS * (D + 2),
                 result,
                 out.dtype.element_ty,
@@ -219,8 +227,8 @@ def attend(
 
 
 @triton.jit
-def _add_up(
-    shares,
+def _combine_splits(
+    partial,
     result,
     dtype: tl.constexpr,
     D: tl.constexpr,
@@ -228,14 +236,14 @@ def _add_up(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
 ):
-    """Write Σ acc_i exp(m_i − M) / Σ l_i exp(m_i − M). Past the L1, which may hold older shares."""
+    """Write Σ acc_i exp(m_i − M) / Σ l_i exp(m_i − M). Loads bypass L1, which may be stale."""
     i, d = tl.arange(0, SPLITS_2), tl.arange(0, BLOCK_D)
-    there = i < SPLITS
-    share = shares + i * (D + 2)
-    top = tl.load(share + D, mask=there, other=_LOWEST, cache_modifier=".cg")
-    total = tl.load(share + D + 1, mask=there, other=0.0, cache_modifier=".cg")
-    both = there[:, None] & (d < D)[None, :]
-    acc = tl.load(share[:, None] + d[None, :], mask=both, other=0.0, cache_modifier=".cg")
-    weight = tl.exp(top - tl.max(top, 0))
-    mixed = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(result, mixed.to(dtype), mask=d < D)
+    mask = i < SPLITS
+    split = partial + i * (D + 2)
+    split_max = tl.load(split + D, mask=mask, other=_LOWEST, cache_modifier=".cg")
+    total = tl.load(split + D + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    tile_mask = mask[:, None] & (d < D)[None, :]
+    acc = tl.load(split[:, None] + d[None, :], mask=tile_mask, other=0.0, cache_modifier=".cg")
+    weight = tl.exp(split_max - tl.max(split_max, 0))
+    combined = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(result, combined.to(dtype), mask=d < D)

@@ -1,10 +1,10 @@
-"""How much of a matrix one program of a decoding kernel takes: measured, or by a rule.
+"""Tile sizes of the decode kernels: measured for known shapes, else chosen by a rule.
 
-In flight at once on a multiprocessor must be about 30 KB (latency × bandwidth) to read at full
-speed, and more than twice that for the next kernel's weights to arrive while this one drains. A
-thread that holds 8 to 16 loads of 16 bytes, with at least two programs on each of about 130
-multiprocessors, gives that; the rule aims there. `python bench/decode.py --tune` measures
-candidates inside whole steps and prints lines for `MEASURED`.
+To saturate the memory bandwidth, an SM needs about 30 KB of loads in flight (latency × bandwidth),
+and more than twice that to prefetch the next kernel's weights while this one drains. The rule aims
+at 8 to 16 loads of 16 bytes per thread and at least two programs on each of about 130 SMs.
+`python bench/decode.py --tune` times candidates inside whole steps and prints lines for
+`MEASURED_TILES`.
 """
 
 from __future__ import annotations
@@ -12,52 +12,54 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BYTES_PER_LOAD = 16
-PROGRAMS_WANTED = 264
-MAX_ROWS = 4  # more rows are multiplied by the library's products
-MAX_SHARES = 8  # of attention, that the output projection adds up as it reads them
-SHORT = 256  # keys up to which a step is recorded by itself
-# `project_attend`: channels of a head, keys that its cluster holds, the widest row, and the most
-# heads, a cluster of eight multiprocessors each: 132 have room for 15 alone, 30 two by two
+TARGET_PROGRAMS = 264
+MAX_ROWS = 4  # larger batches use cuBLAS GEMMs
+MAX_DEFERRED_SPLITS = 8  # KV splits that the output projection combines as it reads them
+SHORT_KV_LEN = 256  # up to this length a decode step has a CUDA graph of its own
+# Limits of the Hopper kernel `decode_qkv_attention`: the head dimension, the keys that a cluster
+# can hold, d_model, and the heads. A head takes a cluster of 8 SMs: 132 SMs have room for 15
+# clusters alone, or 30 with two per SM.
 CLUSTER_HEAD, CLUSTER_KEYS, CLUSTER_WIDTH, MAX_CLUSTERS = 64, 1024, 1024, 16
 
 
 class Tile(NamedTuple):
     """One program: `rows` matrix rows at a time, `tiles` such blocks one after another.
 
-    `fourths`: of the power of two above a row's width, so many fourths are held, 4 if undivided.
+    `quarters` is how much of the width's next power of two is held, in quarters; 4: all, in one
+    piece.
     """
 
     rows: int
     warps: int
     tiles: int = 1
-    fourths: int = 4
+    quarters: int = 4
 
-    def parts(self, width: int) -> tuple[int, int]:
-        """Return how many parts a row is taken in, and how wide each is."""
-        whole = power_of_two(width)
-        if self.fourths == 4:
-            return 1, whole
-        if 4 * width > self.fourths * whole:
-            raise ValueError(f"{self.fourths} fourths of {whole} do not hold a width of {width}")
-        return self.fourths, whole // 4
+    def k_chunks(self, width: int) -> tuple[int, int]:
+        """Return how many chunks a row is split into, and the width of each."""
+        padded = power_of_two(width)
+        if self.quarters == 4:
+            return 1, padded
+        if 4 * width > self.quarters * padded:
+            raise ValueError(f"{self.quarters} quarters of {padded} do not hold a width of {width}")
+        return self.quarters, padded // 4
 
 
-class Spread(NamedTuple):
-    """Attention: the keys of a row go to `splits` programs, `keys` at a time."""
+class KVSplits(NamedTuple):
+    """Attention with KV splits: `num_splits` programs per head, `block_keys` keys at a time."""
 
-    keys: int
+    block_keys: int
     warps: int
-    splits: int
-    handed_on: bool = False  # the shares: to the output projection, which adds them up
+    num_splits: int
+    deferred_combine: bool = False  # the output projection combines the splits
 
     @property
-    def shares(self) -> int:
-        """How many shares the output projection reads."""
-        return self.splits if self.handed_on else 1
+    def deferred_splits(self) -> int:
+        """How many splits the output projection combines; 1: they are combined already."""
+        return self.num_splits if self.deferred_combine else 1
 
 
 # (kernel, rows of all its matrices, width, bytes per element) -> Tile; on an H200
-MEASURED: dict[tuple[str, int, int, int], Tile] = {
+MEASURED_TILES: dict[tuple[str, int, int, int], Tile] = {
     # GPT-2 XL of the course
     ("gate", 6400, 1600, 2): Tile(2, 4, 2),
     ("qkv", 4800, 1600, 2): Tile(2, 2, 2),
@@ -67,7 +69,7 @@ MEASURED: dict[tuple[str, int, int, int], Tile] = {
     # GPT-2 medium with SwiGLU
     ("gate", 2752, 1024, 2): Tile(2, 1, 1),
     ("qkv", 3072, 1024, 2): Tile(2, 2, 2),
-    ("down", 1024, 2752, 2): Tile(1, 4, 1, fourths=3),
+    ("down", 1024, 2752, 2): Tile(1, 4, 1, quarters=3),
     ("out", 1024, 1024, 2): Tile(1, 4, 1),
     ("head", 50304, 1024, 2): Tile(4, 4, 2),
     # Qwen3-0.6B
@@ -77,8 +79,8 @@ MEASURED: dict[tuple[str, int, int, int], Tile] = {
     ("out", 1024, 2048, 2): Tile(2, 4, 1),
     ("head", 151936, 1024, 2): Tile(4, 4, 2),
 }
-# (d_head, keys the rule would take) -> Spread, for one row and a cache of up to three blocks
-MEASURED_SPREADS: dict[tuple[int, int], Spread] = {(128, 128): Spread(64, 2, 4)}
+# (d_head, block_keys by the rule) -> KVSplits, for one row and a cache of up to three blocks
+MEASURED_KV_SPLITS: dict[tuple[int, int], KVSplits] = {(128, 128): KVSplits(64, 2, 4)}
 
 
 def power_of_two(number: int) -> int:
@@ -88,48 +90,49 @@ def power_of_two(number: int) -> int:
 
 def choose_tile(kernel: str, rows: int, width: int, element_size: int) -> Tile:
     """Return the tile for matrices of `rows` rows in all (W1 and W3 count as one)."""
-    known = MEASURED.get((kernel, rows, width, element_size))
-    if known is not None:
-        return known
+    measured = MEASURED_TILES.get((kernel, rows, width, element_size))
+    if measured is not None:
+        return measured
     row_bytes = power_of_two(width) * element_size
     warps = 4 if row_bytes <= 8192 else 8
     matrices = 2 if kernel == "gate" else 1
     loads = matrices * max(row_bytes // (warps * 32 * BYTES_PER_LOAD), 1)
     block = 1
-    while block < 16 and 2 * block * loads <= 8 and rows // (2 * block) >= PROGRAMS_WANTED:
+    while block < 16 and 2 * block * loads <= 8 and rows // (2 * block) >= TARGET_PROGRAMS:
         block *= 2
     return Tile(block, warps)
 
 
-def choose_spreads(capacity: int, heads: int, rows: int, d_head: int) -> dict[int, Spread]:
-    """Return how attention is shared out while no row has more keys than so many, for each.
+def choose_kv_splits(capacity: int, heads: int, rows: int, d_head: int) -> dict[int, KVSplits]:
+    """Return max_kv_len -> KVSplits for a cache of this capacity, one CUDA graph each.
 
-    While a few rows are short, one program holds all of a head's keys, or little has to be added
-    up; a long cache is a reason to do otherwise only when it fills.
+    Short rows need few splits even in a large cache, so a small batch has two entries.
     """
-    reaches = {min(SHORT, capacity), capacity} if rows <= MAX_ROWS else {capacity}
-    return {reach: choose_spread(reach, heads, rows, d_head) for reach in sorted(reaches)}
+    lengths = {min(SHORT_KV_LEN, capacity), capacity} if rows <= MAX_ROWS else {capacity}
+    return {length: kv_splits_for(length, heads, rows, d_head) for length in sorted(lengths)}
 
 
-def choose_spread(reach: int, heads: int, rows: int, d_head: int) -> Spread:
-    """Return how attention over up to `reach` keys is shared out.
+def kv_splits_for(max_kv_len: int, heads: int, rows: int, d_head: int) -> KVSplits:
+    """Return how attention over up to `max_kv_len` keys is split.
 
-    A program holds its first block of keys and values in registers before the query is known, and
-    every further block costs a wait of its own. So past one block a few rows take as many programs
-    as hold all keys at once, and the kernel that reads their shares adds them up. Where that would
-    be too many, adding up costs a trip to memory and back, so up to three blocks are not split.
-    Many rows fill the chip with small programs that wait for memory in turn.
+    A program loads its first block of keys and values into registers before the query is known;
+    each further block adds a memory latency. So past one block a small batch takes as many splits
+    as hold all keys at once, and the output projection combines them (deferred combine). If those
+    are too many, the last program to finish combines them, at the cost of a round trip to memory:
+    so up to three blocks are not split. Large batches fill the GPU with small programs, which hide
+    each other's latency.
     """
-    width, longest = power_of_two(d_head), power_of_two(reach)
+    width, longest = power_of_two(d_head), power_of_two(max_kv_len)
     keys = max(16, min(256, 16_384 // width, longest))
-    warps, splits = 8 if keys * width >= 8192 else 4, -(-reach // keys)
-    few = rows <= MAX_ROWS and heads * rows * splits <= PROGRAMS_WANTED
-    if reach > SHORT and few and splits <= MAX_SHARES and width == d_head:
-        return Spread(keys, warps, splits, handed_on=True)
-    if reach <= 3 * keys and heads * rows < PROGRAMS_WANTED:
-        if rows == 1 and (d_head, keys) in MEASURED_SPREADS:
-            return MEASURED_SPREADS[d_head, keys]
-        return Spread(keys, warps, 1)
+    warps, splits = 8 if keys * width >= 8192 else 4, -(-max_kv_len // keys)
+    is_small = rows <= MAX_ROWS and heads * rows * splits <= TARGET_PROGRAMS
+    can_defer = is_small and splits <= MAX_DEFERRED_SPLITS and width == d_head
+    if max_kv_len > SHORT_KV_LEN and can_defer:
+        return KVSplits(keys, warps, splits, deferred_combine=True)
+    if max_kv_len <= 3 * keys and heads * rows < TARGET_PROGRAMS:
+        if rows == 1 and (d_head, keys) in MEASURED_KV_SPLITS:
+            return MEASURED_KV_SPLITS[d_head, keys]
+        return KVSplits(keys, warps, 1)
     keys = max(16, min(4096 // width, longest))
-    wanted = power_of_two(max(1, 4 * PROGRAMS_WANTED // (heads * rows)))
-    return Spread(keys, 4, min(-(-reach // keys), wanted, 64))
+    wanted = power_of_two(max(1, 4 * TARGET_PROGRAMS // (heads * rows)))
+    return KVSplits(keys, 4, min(-(-max_kv_len // keys), wanted, 64))

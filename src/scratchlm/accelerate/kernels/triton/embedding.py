@@ -1,12 +1,12 @@
-"""Rows of a table by their ids, and the gradient of the table: every gradient is read once.
+"""Embedding lookup and the gradient of its table; the backward reads every gradient once.
 
-    y[i] = E[id[i]],    ∂E[v] = Σ ∂y[i] over the places i where id[i] = v
+    y[i] = E[id[i]],    ∂E[v] = Σ ∂y[i] over the positions i where id[i] = v
 
-Going backward the ids are sorted, stably, so that equal ones are neighbours: a run. One program
-sums a run, in float32, and writes the row. A run can be as long as the batch, so what is sorted is
-cut into chunks, and a program sums only what of its run lies in one chunk. A run inside a chunk is
-finished then; the shares of one that crosses a border are added up by a second kernel. All sums
-are taken in an order that the ids alone decide: the same bits every time.
+The backward sorts the ids (stably), so that equal ids form a run. One program sums a run in
+float32 and writes the row. A run can be as long as the batch, so the sorted ids are cut into
+chunks, and a program sums only the part of its run inside one chunk. A second kernel adds up the
+partial sums of the runs that cross chunks. There are no atomics: the ids alone fix the order of
+all sums, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 32  # sorted places
-ROWS = 4  # gradients that a program asks for at once
-BLOCK, LANE = 1024, 8  # columns of a program; neighbours in a row that one thread takes
-SHARES, SHARE_BLOCK = 32, 128  # of the second kernel: shares it asks for at once, and columns
+CHUNK = 32  # sorted ids
+ROWS = 4  # gradients that a program loads at once
+BLOCK, VECTOR = 1024, 8  # columns per program; contiguous columns per thread
+# Of the second kernel: partial sums that it loads at once, and columns per program.
+COMBINE_ROWS, COMBINE_BLOCK = 32, 128
 
 
 @triton.jit
-def _look_up(  # type: ignore[no-untyped-def]
+def _embedding_kernel(  # type: ignore[no-untyped-def]
     ids, table, out, vocab, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    line = tl.load(ids + row).to(tl.int64)
-    known = (line >= 0) & (line < vocab)
-    value = tl.load(table + line * WIDTH + column, mask=inside & known, other=float("nan"))
-    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
+    mask = column < WIDTH
+    token = tl.load(ids + position).to(tl.int64)
+    is_valid = (token >= 0) & (token < vocab)
+    value = tl.load(table + token * WIDTH + column, mask=mask & is_valid, other=float("nan"))
+    tl.store(out + position * WIDTH + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _is_there(keys, place, count, key):  # type: ignore[no-untyped-def]
-    """Whether a sorted place, which need not exist, holds this key."""
-    exists = (place >= 0) & (place < count)
-    return exists & (tl.load(keys + place, mask=exists, other=0) == key)
+def _has_key(keys, index, count, key):  # type: ignore[no-untyped-def]
+    """Whether the sorted keys hold this key at an index, which may be out of range."""
+    in_range = (index >= 0) & (index < count)
+    return in_range & (tl.load(keys + index, mask=in_range, other=0) == key)
 
 
 @triton.jit
-def _line(key, vocab, padding):  # type: ignore[no-untyped-def]
+def _row_of_key(key, vocab, padding):  # type: ignore[no-untyped-def]
     """Return the table's row of a key, and whether it takes a gradient."""
-    line = key.to(tl.int64)
+    row = key.to(tl.int64)
     if key.dtype == tl.int16:
-        line &= 0xFFFF  # an id past 2¹⁵ was stored as a negative number
-    return line, (line >= 0) & (line < vocab) & (line != padding)
+        row &= 0xFFFF  # ids past 2¹⁵ were stored as negative numbers
+    return row, (row >= 0) & (row < vocab) & (row != padding)
 
 
 @triton.jit
-def _sum_in_chunk(  # type: ignore[no-untyped-def]
-    above,
+def _embedding_backward_kernel(  # type: ignore[no-untyped-def]
+    grad_output,
     keys,
     order,
     out,
-    shares,
+    partial,
     count,
     vocab,
     padding,
@@ -69,148 +70,157 @@ def _sum_in_chunk(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    chunk = place // CHUNK
-    at_border = place == chunk * CHUNK
-    rest = (chunk + 1) * CHUNK - place  # places of the chunk from here on
+    """Sum the part of a run inside one chunk. Grid: (sorted ids, blocks of columns).
+
+    Only the program at the first id of a run, or of a chunk, has work.
+    """
+    index = tl.program_id(0)
+    chunk = index // CHUNK
+    starts_chunk = index == chunk * CHUNK
+    remaining = (chunk + 1) * CHUNK - index  # ids of the chunk from here on
     ahead, step = tl.arange(0, CHUNK), tl.arange(0, ROWS)
-    # Whatever the loads below may depend on is asked for at once.
-    coming = tl.load(order + place + step, mask=place + step < count, other=0)
-    key = tl.load(keys + place)
-    same = _is_there(keys, place + ahead, count, key) & (ahead < rest)
-    goes_on = _is_there(keys, place - 1, count, key)  # a run that began before this place
-    leaves = _is_there(keys, place + rest, count, key)
-    line, learns = _line(key, vocab, padding)
-    if learns & (at_border | (goes_on == 0)):
-        length = tl.sum(same.to(tl.int32), axis=0)
+    # Issue all loads that the loop depends on at once.
+    next_rows = tl.load(order + index + step, mask=index + step < count, other=0)
+    key = tl.load(keys + index)
+    is_same = _has_key(keys, index + ahead, count, key) & (ahead < remaining)
+    continues = _has_key(keys, index - 1, count, key)  # a run that began before this id
+    leaves_chunk = _has_key(keys, index + remaining, count, key)
+    table_row, takes_grad = _row_of_key(key, vocab, padding)
+    if takes_grad & (starts_chunk | (continues == 0)):
+        length = tl.sum(is_same.to(tl.int32), axis=0)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
+        mask = column < WIDTH
         total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, length, ROWS):
-            row, now = coming, first + step
+            row, now = next_rows, first + step
             later = now + ROWS
-            coming = tl.load(order + place + later, mask=later < length, other=0)
-            wanted = (now < length)[:, None] & inside[None, :]
-            value = tl.load(above + row[:, None] * WIDTH + column[None, :], mask=wanted, other=0.0)
+            next_rows = tl.load(order + index + later, mask=later < length, other=0)
+            tile_mask = (now < length)[:, None] & mask[None, :]
+            tile = grad_output + row[:, None] * WIDTH + column[None, :]
+            value = tl.load(tile, mask=tile_mask, other=0.0)
             total += tl.sum(value.to(tl.float32), axis=0)
-        crosses = goes_on | leaves
+        crosses = continues | leaves_chunk
         if crosses:
-            share = 2 * chunk.to(tl.int64) + (at_border == 0)
-            tl.store(shares + share * WIDTH + column, total, mask=inside)
+            slot = 2 * chunk.to(tl.int64) + (starts_chunk == 0)
+            tl.store(partial + slot * WIDTH + column, total, mask=mask)
         else:
-            tl.store(out + line * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + table_row * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _join_shares(  # type: ignore[no-untyped-def]
+def _embedding_combine_kernel(  # type: ignore[no-untyped-def]
     keys,
     out,
-    shares,
+    partial,
     count,
     vocab,
     padding,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    SHARES: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
 ):
-    """Finish the run that begins in this chunk and ends in a later one, if there is such a one."""
+    """Add up the partial sums of the run that begins in this chunk and ends in a later one."""
     chunk = tl.program_id(0)
     start = chunk * CHUNK
     key = tl.load(keys + start + CHUNK)  # of the next chunk, which exists
-    line, learns = _line(key, vocab, padding)
-    crosses = _is_there(keys, start + CHUNK - 1, count, key)
-    at_border = _is_there(keys, start, count, key)
-    if learns & crosses & (_is_there(keys, start - 1, count, key) == 0):
+    table_row, takes_grad = _row_of_key(key, vocab, padding)
+    crosses = _has_key(keys, start + CHUNK - 1, count, key)
+    starts_chunk = _has_key(keys, start, count, key)
+    if takes_grad & crosses & (_has_key(keys, start - 1, count, key) == 0):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        total = tl.zeros((SHARES, BLOCK), tl.float32)
-        first, found = chunk, SHARES
-        while found == SHARES:
-            among = first + tl.arange(0, SHARES)
-            here = (among == chunk) | _is_there(keys, among * CHUNK, count, key)
-            share = 2 * among.to(tl.int64) + ((among == chunk) & (at_border == 0))
-            wanted = here[:, None] & inside[None, :]
-            place = shares + share[:, None] * WIDTH + column[None, :]
-            total += tl.load(place, mask=wanted, other=0.0)
-            found = tl.sum(here.to(tl.int32), axis=0)
-            first += SHARES
-        row = tl.sum(total, axis=0).to(out.dtype.element_ty)
-        tl.store(out + line * WIDTH + column, row, mask=inside)
+        mask = column < WIDTH
+        total = tl.zeros((COMBINE_ROWS, BLOCK), tl.float32)
+        first, found = chunk, COMBINE_ROWS
+        while found == COMBINE_ROWS:
+            chunks = first + tl.arange(0, COMBINE_ROWS)
+            is_in_run = (chunks == chunk) | _has_key(keys, chunks * CHUNK, count, key)
+            slot = 2 * chunks.to(tl.int64) + ((chunks == chunk) & (starts_chunk == 0))
+            tile_mask = is_in_run[:, None] & mask[None, :]
+            tile = partial + slot[:, None] * WIDTH + column[None, :]
+            total += tl.load(tile, mask=tile_mask, other=0.0)
+            found = tl.sum(is_in_run.to(tl.int32), axis=0)
+            first += COMBINE_ROWS
+        row_sum = tl.sum(total, axis=0).to(out.dtype.element_ty)
+        tl.store(out + table_row * WIDTH + column, row_sum, mask=mask)
 
 
-def embedding_forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows in `dtype`; that of an id outside the table is NaN."""
+def embedding_forward(ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return the rows in `out_dtype`; NaN for an id outside the table."""
     width = weight.shape[1]
-    out = weight.new_empty(*ids.shape, width, dtype=dtype)
+    out = weight.new_empty(*ids.shape, width, dtype=out_dtype)
     block = min(BLOCK, triton.next_power_of_2(width))
-    _look_up[(ids.numel(), triton.cdiv(width, block))](
+    _embedding_kernel[(ids.numel(), triton.cdiv(width, block))](
         *(ids.contiguous(), weight, out, len(weight)),
         WIDTH=width,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )
     return out
 
 
 def embedding_backward(
-    above: Tensor, ids: Tensor, vocab: int, padding_id: int | None, dtype: torch.dtype
+    grad_output: Tensor, ids: Tensor, vocab: int, padding_id: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of a table of `vocab` rows; the row `padding_id` has none.
+    """Return the gradient of a table of `vocab` rows; that of row `padding_id` is zero.
 
-    What comes for an id outside the table is dropped or, cut to 16 bits, goes to another row; never
-    past the table. What was looked up for it was NaN.
+    Gradients of an id outside the table are dropped or, if its low 16 bits are a valid id, added to
+    that row; memory outside the table is never written. The forward returned NaN for such an id.
     """
-    count, width = ids.numel(), above.shape[-1]
-    out = above.new_zeros(vocab, width, dtype=dtype)
-    # The sort takes a pass for every byte. What order it is in does not matter, so 2¹⁶ ids fit
-    # into 16 bits, those past 2¹⁵ as negative numbers.
-    narrow = torch.int16 if vocab <= 1 << 16 else torch.int32
-    keys, order = torch.sort(ids.flatten().to(narrow), stable=True)
+    count, width = ids.numel(), grad_output.shape[-1]
+    out = grad_output.new_zeros(vocab, width, dtype=dtype)
+    # Radix sort takes one pass per byte. Any order will do, so up to 2¹⁶ ids fit into 16 bits,
+    # those past 2¹⁵ as negative numbers.
+    key_dtype = torch.int16 if vocab <= 1 << 16 else torch.int32
+    keys, order = torch.sort(ids.flatten().to(key_dtype), stable=True)
     num_chunks = triton.cdiv(count, CHUNK)
-    # Two for each chunk: of the run that stands at its beginning, and of one that begins later.
-    shares = torch.empty(2 * num_chunks, width, dtype=torch.float32, device=above.device)
+    # Two slots per chunk: for the run at its start, and for one that begins later.
+    partial = torch.empty(2 * num_chunks, width, dtype=torch.float32, device=grad_output.device)
     sizes = (count, vocab, -1 if padding_id is None else padding_id)
     block = min(BLOCK, triton.next_power_of_2(width))
-    _sum_in_chunk[(count, triton.cdiv(width, block))](
-        *(above.contiguous(), keys, order, out, shares, *sizes),
+    _embedding_backward_kernel[(count, triton.cdiv(width, block))](
+        *(grad_output.contiguous(), keys, order, out, partial, *sizes),
         WIDTH=width,
         BLOCK=block,
         CHUNK=CHUNK,
         ROWS=ROWS,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )
     if num_chunks > 1:
-        _join_shares[(num_chunks - 1, triton.cdiv(width, SHARE_BLOCK))](
-            *(keys, out, shares, *sizes),
+        _embedding_combine_kernel[(num_chunks - 1, triton.cdiv(width, COMBINE_BLOCK))](
+            *(keys, out, partial, *sizes),
             WIDTH=width,
-            BLOCK=SHARE_BLOCK,
+            BLOCK=COMBINE_BLOCK,
             CHUNK=CHUNK,
-            SHARES=SHARES,
+            COMBINE_ROWS=COMBINE_ROWS,
         )
     return out
 
 
-def _warps(block: int) -> int:
-    return max(1, block // (32 * LANE))
+def _num_warps(block: int) -> int:
+    return max(1, block // (32 * VECTOR))
 
 
-class Lookup(torch.autograd.Function):
-    """E[id] in a dtype of choice, E contiguous; for code that is not compiled."""
-
+class _EmbeddingKernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_id: int | None, dtype: torch.dtype
+        ctx: Any, ids: Tensor, weight: Tensor, padding_id: int | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """Keep the ids alone."""
         ctx.vocab, ctx.padding_id, ctx.dtype = len(weight), padding_id, weight.dtype
         ctx.save_for_backward(ids)
-        return embedding_forward(ids, weight, dtype)
+        return embedding_forward(ids, weight, out_dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[None, Tensor, None, None]:
-        """Return the gradient of the table, in the table's dtype."""
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        of_table = embedding_backward(above, ids, ctx.vocab, ctx.padding_id, ctx.dtype)
-        return None, of_table, None, None
+        grad = embedding_backward(grad_output, ids, ctx.vocab, ctx.padding_id, ctx.dtype)
+        return None, grad, None, None
+
+
+def embedding(
+    ids: Tensor, weight: Tensor, padding_id: int | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Return E[id] in `out_dtype`, for a contiguous table and eager code."""
+    rows: Tensor = _EmbeddingKernel.apply(ids, weight, padding_id, out_dtype)
+    return rows

@@ -1,13 +1,13 @@
-"""From the joined product [W_Q x; W_K x; W_V x] to attention's inputs, and their gradients back.
+"""From the fused projection [W_Q x; W_K x; W_V x] to attention's q, k, v; forward and backward.
 
-    queries and keys    n = x / rms(x) · g  where the model norms them,    y = R n
-    values              a view of the product
-    back                ∂n = Rᵀ ∂y,  ∂x = (∂n·g − x·mean(∂n·g·x)/rms²)/rms,  ∂g = Σ ∂n · x/rms
+    q, k        n = x / rms(x) · w  with QK-norm, else n = x;    y = RoPE(n) = R n
+    v           a view of the projection
+    backward    ∂n = Rᵀ ∂y,  ∂x = (∂n·w − x·mean(∂n·w·x)/rms²)/rms,  ∂w = Σ ∂n · x/rms
 
-R turns each pair (a, b) of channels by its angle. A program takes a few tokens and all heads of one
-kind, one after the other: the tables are read once, and a gain's gradient is summed over the heads
-before it leaves the program. The backward pass writes all three gradients side by side, where the
-next two products want them; left to a compiler they are turned first and joined afterwards.
+R rotates each pair (a, b) of channels: (a cos − b sin, a sin + b cos). A program takes a block of
+tokens and loops over all heads of q or of k: it loads cos and sin once, and sums the gradient of
+the norm's weight over the heads. The backward kernel writes ∂q, ∂k and ∂v into one contiguous
+tensor, as the next two GEMMs need it; a compiler would rotate first and concatenate afterwards.
 """
 
 from __future__ import annotations
@@ -19,47 +19,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scratchlm.accelerate.kernels.triton.rope import load_pairs, store_pairs, table_step
-
-ELEMENTS = 1024  # of one head, in a program at a time
+ELEMENTS = 1024  # of one head, per program and iteration
 WARPS = 4
 
 
 @triton.jit
-def _tables(  # type: ignore[no-untyped-def]
-    cos, sin, token, inside, seq, table_batch, HALF: tl.constexpr, PADDED: tl.constexpr
+def _load_rope_pairs(  # type: ignore[no-untyped-def]
+    start, row_mask, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Load both channels of every RoPE pair of the heads at `start` (rows, 1), as float32."""
+    if INTERLEAVED:  # coalesced: load neighbours together, then split
+        channel = tl.arange(0, 2 * PADDED)[None, :]
+        mask = row_mask & (channel < 2 * HALF)
+        both = tl.load(start + channel, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], PADDED, 2)))
+    else:
+        pair = tl.arange(0, PADDED)[None, :]
+        mask = row_mask & (pair < HALF)
+        a = tl.load(start + pair, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(start + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_rope_pairs(  # type: ignore[no-untyped-def]
+    start, a, b, row_mask, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Store both channels of every RoPE pair: the inverse of `_load_rope_pairs`."""
+    dtype = start.dtype.element_ty
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * PADDED)[None, :]
+        both = tl.reshape(tl.join(a, b), (a.shape[0], 2 * PADDED)).to(dtype)
+        tl.store(start + channel, both, mask=row_mask & (channel < 2 * HALF))
+    else:
+        pair = tl.arange(0, PADDED)[None, :]
+        mask = row_mask & (pair < HALF)
+        tl.store(start + pair, a.to(dtype), mask=mask)
+        tl.store(start + HALF + pair, b.to(dtype), mask=mask)
+
+
+@triton.jit
+def _load_cos_sin(  # type: ignore[no-untyped-def]
+    cos, sin, token, row_mask, seq, batch_stride, HALF: tl.constexpr, PADDED: tl.constexpr
 ):
     pair = tl.arange(0, PADDED)[None, :]
-    place = (token // seq) * table_batch + (token % seq) * HALF + pair
-    within = inside & (pair < HALF)
-    c = tl.load(cos + place, mask=within, other=0.0).to(tl.float32)
-    s = tl.load(sin + place, mask=within, other=0.0).to(tl.float32)
+    offsets = (token // seq) * batch_stride + (token % seq) * HALF + pair
+    mask = row_mask & (pair < HALF)
+    c = tl.load(cos + offsets, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + offsets, mask=mask, other=0.0).to(tl.float32)
     return c, s
 
 
 @triton.jit
-def _gains(  # type: ignore[no-untyped-def]
-    q_gain, k_gain, kind, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
+def _load_norm_weight(  # type: ignore[no-untyped-def]
+    q_weight, k_weight, kind, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    gain = q_gain
+    weight = q_weight
     if kind == 1:
-        gain = k_gain
-    one = tl.zeros((1, 1), tl.int32)
-    return load_pairs(gain + one, one == 0, HALF, PADDED, INTERLEAVED)
+        weight = k_weight
+    zero = tl.zeros((1, 1), tl.int32)
+    return _load_rope_pairs(weight + zero, zero == 0, HALF, PADDED, INTERLEAVED)
 
 
 @triton.jit
-def _cut_heads(  # type: ignore[no-untyped-def]
-    joined,
-    q_gain,
-    k_gain,
+def _qkv_norm_rope_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q_weight,
+    k_weight,
     cos,
     sin,
     q,
     k,
     tokens,
     seq,
-    table_batch,
+    table_batch_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -69,43 +102,43 @@ def _cut_heads(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid: (queries or keys, blocks of tokens)."""
+    """Grid: (q or k, blocks of tokens)."""
     token = (tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    inside = token < tokens
-    c, s = _tables(cos, sin, token, inside, seq, table_batch, HALF, PADDED)
+    row_mask = token < tokens
+    c, s = _load_cos_sin(cos, sin, token, row_mask, seq, table_batch_stride, HALF, PADDED)
     kind = tl.program_id(0)
     first, heads, out = 0, HEADS, q
     if kind == 1:
         first, heads, out = HEADS, KV_HEADS, k
     if NORM:
-        ga, gb = _gains(q_gain, k_gain, kind, HALF, PADDED, INTERLEAVED)
-    source = joined + (token * (HEADS + 2 * KV_HEADS) + first) * 2 * HALF
+        wa, wb = _load_norm_weight(q_weight, k_weight, kind, HALF, PADDED, INTERLEAVED)
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + first) * 2 * HALF
     target = out + token * heads * 2 * HALF
     for head in range(heads):
-        a, b = load_pairs(source + head * 2 * HALF, inside, HALF, PADDED, INTERLEAVED)
+        a, b = _load_rope_pairs(source + head * 2 * HALF, row_mask, HALF, PADDED, INTERLEAVED)
         if NORM:
-            square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
-            inverse = (1 / tl.sqrt(square + eps))[:, None]
-            a, b = a * inverse * ga, b * inverse * gb
+            mean_square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
+            inv_rms = (1 / tl.sqrt(mean_square + eps))[:, None]
+            a, b = a * inv_rms * wa, b * inv_rms * wb
         a, b = a * c - b * s, a * s + b * c
-        store_pairs(target + head * 2 * HALF, a, b, inside, HALF, PADDED, INTERLEAVED)
+        _store_rope_pairs(target + head * 2 * HALF, a, b, row_mask, HALF, PADDED, INTERLEAVED)
 
 
 @triton.jit
-def _join_heads(  # type: ignore[no-untyped-def]
-    joined,
-    q_gain,
-    k_gain,
+def _qkv_norm_rope_backward_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q_weight,
+    k_weight,
     cos,
     sin,
     dq,
     dk,
     dv,
-    out,
-    gain_parts,
+    dqkv,
+    dweight_partial,
     tokens,
     seq,
-    table_batch,
+    table_batch_stride,
     eps,
     q_batch,
     q_head,
@@ -124,224 +157,236 @@ def _join_heads(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid: (queries, keys or values, blocks of tokens)."""
+    """Grid: (q, k or v, blocks of tokens). `q_batch`, … are strides."""
     kind = tl.program_id(0)
     token = (tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    inside = token < tokens
-    batch, place = token // seq, token % seq
+    row_mask = token < tokens
+    batch, position = token // seq, token % seq
     row = token * (HEADS + 2 * KV_HEADS) * 2 * HALF
     if kind == 2:
-        above = dv + batch * v_batch + place * v_seq
+        source = dv + batch * v_batch + position * v_seq
         channel = tl.arange(0, 2 * PADDED)[None, :]
-        within = inside & (channel < 2 * HALF)
-        target = out + row + (HEADS + KV_HEADS) * 2 * HALF + channel
+        mask = row_mask & (channel < 2 * HALF)
+        target = dqkv + row + (HEADS + KV_HEADS) * 2 * HALF + channel
         for head in range(KV_HEADS):
-            value = tl.load(above + head * v_head + channel, mask=within, other=0.0)
-            tl.store(target + head * 2 * HALF, value, mask=within)
+            value = tl.load(source + head * v_head + channel, mask=mask, other=0.0)
+            tl.store(target + head * 2 * HALF, value, mask=mask)
     else:
-        c, s = _tables(cos, sin, token, inside, seq, table_batch, HALF, PADDED)
-        above, step, first, heads = dq + batch * q_batch + place * q_seq, q_head, 0, HEADS
+        c, s = _load_cos_sin(cos, sin, token, row_mask, seq, table_batch_stride, HALF, PADDED)
+        source, stride, first, heads = dq + batch * q_batch + position * q_seq, q_head, 0, HEADS
         if kind == 1:
-            above, step, first, heads = (
-                dk + batch * k_batch + place * k_seq,
+            source, stride, first, heads = (
+                dk + batch * k_batch + position * k_seq,
                 k_head,
                 HEADS,
                 KV_HEADS,
             )
-        # Summed over the heads here, over the tokens at the end: that crosses threads.
-        sum_a = tl.zeros((TOKENS, PADDED), tl.float32)
-        sum_b = tl.zeros((TOKENS, PADDED), tl.float32)
+        # Summed over heads here, over tokens at the end: that reduces across threads.
+        dwa = tl.zeros((TOKENS, PADDED), tl.float32)
+        dwb = tl.zeros((TOKENS, PADDED), tl.float32)
         if NORM:
-            ga, gb = _gains(q_gain, k_gain, kind, HALF, PADDED, INTERLEAVED)
+            wa, wb = _load_norm_weight(q_weight, k_weight, kind, HALF, PADDED, INTERLEAVED)
         start = row + first * 2 * HALF
         for head in range(heads):
-            ya, yb = load_pairs(above + head * step, inside, HALF, PADDED, INTERLEAVED)
-            da, db = ya * c + yb * s, yb * c - ya * s  # turned back
-            here = start + head * 2 * HALF
+            ya, yb = _load_rope_pairs(source + head * stride, row_mask, HALF, PADDED, INTERLEAVED)
+            da, db = ya * c + yb * s, yb * c - ya * s  # Rᵀ ∂y
+            offsets = start + head * 2 * HALF
             if NORM:
-                a, b = load_pairs(joined + here, inside, HALF, PADDED, INTERLEAVED)
-                square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
-                inverse = (1 / tl.sqrt(square + eps))[:, None]
-                sum_a += da * a * inverse
-                sum_b += db * b * inverse
-                along = tl.sum(da * ga * a + db * gb * b, axis=1) / (2 * HALF)
-                along = along[:, None] * inverse * inverse
-                da, db = (da * ga - a * along) * inverse, (db * gb - b * along) * inverse
-            store_pairs(out + here, da, db, inside, HALF, PADDED, INTERLEAVED)
+                a, b = _load_rope_pairs(qkv + offsets, row_mask, HALF, PADDED, INTERLEAVED)
+                mean_square = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
+                inv_rms = (1 / tl.sqrt(mean_square + eps))[:, None]
+                dwa += da * a * inv_rms
+                dwb += db * b * inv_rms
+                mean_dot = tl.sum(da * wa * a + db * wb * b, axis=1) / (2 * HALF)
+                mean_dot = mean_dot[:, None] * inv_rms * inv_rms
+                da, db = (da * wa - a * mean_dot) * inv_rms, (db * wb - b * mean_dot) * inv_rms
+            _store_rope_pairs(dqkv + offsets, da, db, row_mask, HALF, PADDED, INTERLEAVED)
         if NORM:
             pair = tl.arange(0, PADDED)
-            part = gain_parts + (kind * tl.num_programs(1) + tl.program_id(1)) * 2 * HALF
-            a_at, b_at = pair, HALF + pair
+            partial = dweight_partial + (kind * tl.num_programs(1) + tl.program_id(1)) * 2 * HALF
+            a_channel, b_channel = pair, HALF + pair
             if INTERLEAVED:
-                a_at, b_at = 2 * pair, 2 * pair + 1
-            tl.store(part + a_at, tl.sum(sum_a, axis=0), mask=pair < HALF)
-            tl.store(part + b_at, tl.sum(sum_b, axis=0), mask=pair < HALF)
+                a_channel, b_channel = 2 * pair, 2 * pair + 1
+            tl.store(partial + a_channel, tl.sum(dwa, axis=0), mask=pair < HALF)
+            tl.store(partial + b_channel, tl.sum(dwb, axis=0), mask=pair < HALF)
 
 
-def _sizes(joined: Tensor, heads: int, kv_heads: int) -> tuple[int, dict[str, Any]]:
-    """Return the blocks of tokens, and what the kernels know beforehand."""
-    batch, seq, row = joined.shape
-    width = row // (heads + 2 * kv_heads)
-    padded = triton.next_power_of_2(width // 2)
+def _table_batch_stride(table: Tensor) -> int:
+    """Return the stride between the batch's tables: 0 where all rows share one."""
+    return table.shape[-2] * table.shape[-1] if table.ndim > 2 and len(table) > 1 else 0
+
+
+def _sizes(qkv: Tensor, heads: int, kv_heads: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of token blocks, and the kernels' compile-time sizes."""
+    batch, seq, width = qkv.shape
+    d_head = width // (heads + 2 * kv_heads)
+    padded = triton.next_power_of_2(d_head // 2)
     tokens = max(1, ELEMENTS // (2 * padded))
-    sizes = {"HALF": width // 2, "PADDED": padded, "TOKENS": tokens}
+    sizes = {"HALF": d_head // 2, "PADDED": padded, "TOKENS": tokens}
     return triton.cdiv(batch * seq, tokens), {"HEADS": heads, "KV_HEADS": kv_heads, **sizes}
 
 
-def heads_forward(
-    joined: Tensor,
+def launch_qk_norm_rope(
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     eps: float,
     heads: int,
     kv_heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys (batch, heads, seq, d) of the product (batch, seq, all heads · d)."""
-    joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
-    batch, seq, _ = joined.shape
-    blocks, sizes = _sizes(joined, heads, kv_heads)
-    q, k = _results(joined, heads, kv_heads)
-    _cut_heads[(2, blocks)](
-        *(joined, q_gain, k_gain, cos, sin, q, k),
-        *(batch * seq, seq, table_step(cos), eps),
+    """Return q and k (batch, heads, seq, d_head) of `qkv` (batch, seq, all heads · d_head)."""
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    batch, seq, _ = qkv.shape
+    blocks, sizes = _sizes(qkv, heads, kv_heads)
+    q, k = _empty_qk(qkv, heads, kv_heads)
+    _qkv_norm_rope_kernel[(2, blocks)](
+        *(qkv, q_weight, k_weight, cos, sin, q, k),
+        *(batch * seq, seq, _table_batch_stride(cos), eps),
         INTERLEAVED=interleaved,
-        NORM=q_gain is not None,
+        NORM=q_weight is not None,
         num_warps=WARPS,
         **sizes,
     )
     return q, k
 
 
-def _results(joined: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    batch, seq, row = joined.shape
-    width = row // (heads + 2 * kv_heads)
-    q = joined.new_empty(batch, seq, heads, width).transpose(1, 2)
-    return q, joined.new_empty(batch, seq, kv_heads, width).transpose(1, 2)
+def _empty_qk(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    batch, seq, width = qkv.shape
+    d_head = width // (heads + 2 * kv_heads)
+    q = qkv.new_empty(batch, seq, heads, d_head).transpose(1, 2)
+    return q, qkv.new_empty(batch, seq, kv_heads, d_head).transpose(1, 2)
 
 
-def heads_backward(
+def launch_qkv_norm_rope_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    joined: Tensor | None,
+    qkv: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the joined product and, with norms, of both gains (2, d)."""
+    """Return the gradients of `qkv` and, with QK-norm, of both norm weights (2, d_head)."""
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
     cos, sin = cos.contiguous(), sin.contiguous()
-    joined = None if joined is None else joined.contiguous()
-    (batch, heads, seq, width), kv_heads = dq.shape, dk.shape[1]
-    out = dq.new_empty(batch, seq, (heads + 2 * kv_heads) * width)
-    blocks, sizes = _sizes(out, heads, kv_heads)
-    norm = joined is not None
-    parts = torch.empty(2, blocks if norm else 0, width, dtype=torch.float32, device=dq.device)
-    _join_heads[(3, blocks)](
-        *(joined, q_gain, k_gain, cos, sin, dq, dk, dv, out, parts),
-        *(batch * seq, seq, table_step(cos), eps),
+    qkv = None if qkv is None else qkv.contiguous()
+    (batch, heads, seq, d_head), kv_heads = dq.shape, dk.shape[1]
+    dqkv = dq.new_empty(batch, seq, (heads + 2 * kv_heads) * d_head)
+    blocks, sizes = _sizes(dqkv, heads, kv_heads)
+    norm = qkv is not None
+    partial = torch.empty(2, blocks if norm else 0, d_head, dtype=torch.float32, device=dq.device)
+    _qkv_norm_rope_backward_kernel[(3, blocks)](
+        *(qkv, q_weight, k_weight, cos, sin, dq, dk, dv, dqkv, partial),
+        *(batch * seq, seq, _table_batch_stride(cos), eps),
         *(*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]),
         INTERLEAVED=interleaved,
         NORM=norm,
         num_warps=WARPS,
         **sizes,
     )
-    return out, parts.sum(dim=1) if norm else parts.new_empty(2, width)
+    return dqkv, partial.sum(dim=1) if norm else partial.new_empty(2, d_head)
 
 
-# As torch sees them: whole operations, which a compiler does not open
+# Custom ops: opaque to torch.compile
 
-_turn_heads = torch.library.custom_op(
-    "scratchlm::turn_heads", heads_forward, mutates_args=(), device_types="cuda"
+qk_norm_rope = torch.library.custom_op(
+    "scratchlm::qk_norm_rope", launch_qk_norm_rope, mutates_args=(), device_types="cuda"
 )
-turn_heads_back = torch.library.custom_op(
-    "scratchlm::turn_heads_back", heads_backward, mutates_args=(), device_types="cuda"
+qkv_norm_rope_backward = torch.library.custom_op(
+    "scratchlm::qkv_norm_rope_backward",
+    launch_qkv_norm_rope_backward,
+    mutates_args=(),
+    device_types="cuda",
 )
 
 
-@_turn_heads.register_fake
+@qk_norm_rope.register_fake
 def _(
-    joined: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     eps: float,
     heads: int,
     kv_heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _results(joined, heads, kv_heads)
+    return _empty_qk(qkv, heads, kv_heads)
 
 
-@turn_heads_back.register_fake
+@qkv_norm_rope_backward.register_fake
 def _(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    joined: Tensor | None,
+    qkv: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, seq, width), kv_heads = dq.shape, dk.shape[1]
-    out = dq.new_empty(batch, seq, (heads + 2 * kv_heads) * width)
-    return out, dq.new_empty(2, width, dtype=torch.float32)
+    (batch, heads, seq, d_head), kv_heads = dq.shape, dk.shape[1]
+    dqkv = dq.new_empty(batch, seq, (heads + 2 * kv_heads) * d_head)
+    return dqkv, dq.new_empty(2, d_head, dtype=torch.float32)
 
 
-class _Heads(torch.autograd.Function):
-    """Queries, keys and values of a joined product; the last a view of it, hence no plain op."""
+class _QKVNormRope(torch.autograd.Function):
+    """Not a custom op, because those cannot return views: v is a view of qkv."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        joined: Tensor,
+        qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        q_gain: Tensor | None,
-        k_gain: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         eps: float,
         heads: int,
         kv_heads: int,
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        how = (eps, heads, kv_heads, interleaved)
-        q, k = _turn_heads(joined, cos, sin, q_gain, k_gain, *how)
-        width = q.shape[-1]
-        v = joined[..., (heads + kv_heads) * width :].unflatten(-1, (kv_heads, width))
-        ctx.save_for_backward(None if q_gain is None else joined, cos, sin, q_gain, k_gain)
+        q, k = qk_norm_rope(qkv, cos, sin, q_weight, k_weight, eps, heads, kv_heads, interleaved)
+        d_head = q.shape[-1]
+        v = qkv[..., (heads + kv_heads) * d_head :].unflatten(-1, (kv_heads, d_head))
+        ctx.save_for_backward(None if q_weight is None else qkv, cos, sin, q_weight, k_weight)
         ctx.eps, ctx.interleaved = eps, interleaved
         return q, k, v.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        joined, cos, sin, q_gain, k_gain = ctx.saved_tensors
-        how = (cos, sin, q_gain, k_gain, ctx.eps, ctx.interleaved)
-        out, of_gains = turn_heads_back(dq, dk, dv, joined, *how)
-        of_q = of_k = None
-        if q_gain is not None:
-            of_q, of_k = of_gains.to(q_gain.dtype).unbind()
-        return out, None, None, of_q, of_k, None, None, None, None
+        qkv, cos, sin, q_weight, k_weight = ctx.saved_tensors
+        dqkv, dweights = qkv_norm_rope_backward(
+            dq, dk, dv, qkv, cos, sin, q_weight, k_weight, ctx.eps, ctx.interleaved
+        )
+        dq_weight = dk_weight = None
+        if q_weight is not None:
+            dq_weight, dk_weight = dweights.to(q_weight.dtype).unbind()
+        return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
 
 
-def cut_and_turn(
-    joined: Tensor,
+def qkv_norm_rope(
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    gains: tuple[Tensor, Tensor, float] | None,
-    heads: tuple[int, int],
+    norm: tuple[Tensor, Tensor, float] | None,
+    num_heads: tuple[int, int],
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values (batch, heads, seq, d); `gains`: of both norms, and ε."""
-    norm = (None, None, 0.0) if gains is None else gains
-    q, k, v = _Heads.apply(joined, cos, sin, *norm, *heads, interleaved)
+    """Split `qkv` into q, k and v (batch, heads, seq, d_head), with QK-norm and RoPE.
+
+    `norm` is (q_weight, k_weight, eps) or None; `num_heads` is (heads, kv_heads); tables are
+    (seq, d_head/2) or (batch, 1, seq, d_head/2).
+    """
+    weights = (None, None, 0.0) if norm is None else norm
+    q, k, v = _QKVNormRope.apply(qkv, cos, sin, *weights, *num_heads, interleaved)
     return q, k, v

@@ -1,9 +1,8 @@
-"""The head and the loss on a CPU as one whole operation, which a compiler does not open.
+"""The chunked LM head loss on a CPU as a custom operator, which a compiler does not open.
 
 A compiler that sees the product and the cross-entropy keeps all logits and their gradient: on a
-CPU, memory that is mapped, cleared and given back in every step. `ops/loss.py` needs a slice. Its
-loop would be unrolled by the compiler, so it is handed over closed; what the backward pass scales
-by is left outside, where the compiler sees it.
+CPU, memory that is mapped, cleared and given back in every step. `lm_head_loss.py` needs a chunk,
+but the compiler would unroll its loop. What the backward pass scales by is left outside.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scratchlm.ops.loss import sliced_loss
+from scratchlm.accelerate.lm_head_loss import chunked_loss
 
 
 def _loss_and_gradients(
@@ -26,12 +25,12 @@ def _loss_and_gradients(
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the rows' losses and both gradients; one nobody wants is empty."""
-    total, gradients = sliced_loss(rows, weight, targets, z_loss, wants_rows, wants_weight)
-    of_rows, of_weight = gradients.of_rows, gradients.of_weight
+    total, gradients = chunked_loss(rows, weight, targets, z_loss, wants_rows, wants_weight)
+    grad_rows, grad_weight = gradients.grad_rows, gradients.grad_weight
     return (
         total,
-        rows.new_empty(0) if of_rows is None else of_rows,
-        rows.new_empty(0) if of_weight is None else of_weight,
+        rows.new_empty(0) if grad_rows is None else grad_rows,
+        rows.new_empty(0) if grad_weight is None else grad_weight,
     )
 
 
@@ -56,18 +55,20 @@ def _(
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     ctx.wants_rows, ctx.wants_weight = inputs[4:]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 @once_differentiable
-def _back(ctx: Any, above: Tensor, *of_gradients: Tensor) -> tuple[Tensor | None, ...]:
-    of_rows, of_weight = ctx.saved_tensors
+def _backward(ctx: Any, grad_output: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    grad_rows, grad_weight = ctx.saved_tensors
     return (
-        of_rows * above if ctx.wants_rows else None,
-        of_weight * above if ctx.wants_weight else None,
+        grad_rows * grad_output if ctx.wants_rows else None,
+        grad_weight * grad_output if ctx.wants_weight else None,
         None,
         None,
         None,
@@ -75,4 +76,4 @@ def _back(ctx: Any, above: Tensor, *of_gradients: Tensor) -> tuple[Tensor | None
     )
 
 
-loss_and_gradients.register_autograd(_back, setup_context=_keep)
+loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)

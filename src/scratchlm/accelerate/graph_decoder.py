@@ -13,31 +13,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scratchlm.accelerate.decoding import Unchanged, model_step
+from scratchlm.accelerate.gpu_decode import GPUStep, KVSplits, Tile
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.model.fused import FusedStep, Spread, Tile, why_not_fused
-
-# Recording costs about as much as this many plain steps; fewer are not worth it.
-WORTH_RECORDING = 16
-
-
-def why_not(model: TransformerLM) -> str | None:
-    """Return why `GraphDecoder` cannot serve this model here, or None when it can."""
-    weight = model.token_embeddings.weight
-    if weight.device.type != "cuda":
-        return f"a model on {weight.device.type}"
-    if weight.device.index != torch.cuda.current_device():
-        return "a model on another GPU than the current one"
-    if torch.cuda.get_device_capability(weight.device) < (8, 0):
-        return "a GPU older than compute capability 8.0"
-    if find_spec("triton") is None:
-        return "an installation without triton"
-    return why_not_fused(model)
 
 
 class GraphDecoder:
@@ -45,7 +28,7 @@ class GraphDecoder:
 
     `graph=False` launches the kernels one by one: the same results, for tests and for profiles.
     `pdl` lets a kernel start while the one before it ends (Hopper and later); None: where possible.
-    `greedy` chooses the greatest logit on the device; `step(None)` then reads that token.
+    `greedy` chooses the largest logit on the device; `step(None)` then reads that token.
     """
 
     def __init__(
@@ -57,18 +40,19 @@ class GraphDecoder:
         pdl: bool | None = None,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
-        spread: Spread | None = None,
+        kv_splits: KVSplits | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.graph, self.greedy = graph, greedy
-        self.tiles, self.spread = tiles, spread
+        self.tiles, self.kv_splits = tiles, kv_splits
         if pdl is None:
             device = model.token_embeddings.weight.device
             pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.pdl = pdl
-        self.fused: FusedStep
+        self._unchanged = Unchanged(model)
+        self.gpu_step: GPUStep
         self._recorded: dict[int, torch.cuda.CUDAGraph]  # for rows of up to so many keys
-        self.reach: int  # which of them the last step was
+        self.max_kv_len: int  # which of them the last step was
         self._bound: tuple[int, ...]  # addresses the recording holds for true
         # What the cache counted when the device's lengths were last right.
         self._length: int
@@ -78,7 +62,7 @@ class GraphDecoder:
     @property
     def ids(self) -> Tensor:
         """The tokens the next step reads; with `greedy`, a step leaves the chosen ones here."""
-        return self.fused.ids
+        return self.gpu_step.ids
 
     @torch.inference_mode()
     def step(self, tokens: Tensor | Sequence[int] | None) -> Float[Tensor, "batch vocab"]:
@@ -86,65 +70,85 @@ class GraphDecoder:
 
         The logits are float32, in memory that the next step writes again.
         """
-        cache = self.cache
-        if self._where() != self._bound:
+        cache, moved = self.cache, self._addresses() != self._bound
+        # A look at the model costs some microseconds: where a recording is replayed with given
+        # tokens, it is taken while the device works.
+        look_first = tokens is None or moved or not self._recorded
+        if look_first and not self._unchanged:
+            return self._step_by_model(self.gpu_step.ids if tokens is None else tokens)
+        if moved:
             if tokens is None:
-                tokens = self.fused.ids.clone()
+                tokens = self.gpu_step.ids.clone()
             self._bind()
-        fused = self.fused
+        gpu_step = self.gpu_step
         synchronous = cache.length == self._length and cache.row_lengths is self._row_lengths
         cache.reserve(1)
-        self.model._check_length(cache.reserved_length)
+        self.model.check_length(cache.reserved_length)
         if not synchronous:
-            fused.lengths.copy_(cache.lengths)
+            gpu_step.lengths.copy_(cache.lengths)
         if tokens is not None:
             if not isinstance(tokens, Tensor):
                 tokens = torch.tensor(tokens)
-            if tokens.shape != fused.ids.shape:
+            if tokens.shape != gpu_step.ids.shape:
                 raise ValueError(
-                    f"a step takes one token of each of {fused.rows} rows; "
+                    f"a step takes one token of each of {gpu_step.rows} rows; "
                     f"got shape {tuple(tokens.shape)}"
                 )
-            fused.ids.copy_(tokens, non_blocking=True)
-        self.reach = min(r for r in self._recorded or fused.spreads if r >= cache.reserved_length)
+            gpu_step.ids.copy_(tokens, non_blocking=True)
+        self.max_kv_len = min(
+            r for r in self._recorded or gpu_step.all_kv_splits if r >= cache.reserved_length
+        )
         if self._recorded:
-            self._recorded[self.reach].replay()
+            self._recorded[self.max_kv_len].replay()
         else:
-            fused.run(self.reach)
+            gpu_step.run(self.max_kv_len)
+        if not look_first and not self._unchanged:
+            assert tokens is not None
+            return self._step_by_model(tokens)
         cache.advance()
         self._length, self._row_lengths = cache.length, cache.row_lengths
-        return fused.logits
+        return gpu_step.logits
 
-    def _where(self) -> tuple[int, ...]:
+    def _step_by_model(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Read these tokens by a model that is no longer the one this decoder was made for."""
+        self._length = -1  # the device's lengths are not right
+        logits = model_step(self.model, torch.as_tensor(tokens), self.cache)
+        if self.greedy:
+            self.gpu_step.ids.copy_(logits.argmax(dim=-1))
+        return logits
+
+    def _addresses(self) -> tuple[int, ...]:
         cache = self.cache
-        places = cache.keys.data_ptr(), cache.values.data_ptr(), cache.batch_size
-        return (*places, *self.fused.where_weights_are())
+        addresses = cache.keys.data_ptr(), cache.values.data_ptr(), cache.batch_size
+        return (*addresses, *self.gpu_step.weight_addresses())
 
     @torch.inference_mode()
     def _bind(self) -> None:
         """Make the buffers for the cache as it is now, and record a step."""
         self._recorded, self._length, self._row_lengths = {}, -1, None
-        self.fused = self._make(self.pdl)
+        self.gpu_step = self._make(self.pdl)
         if self.graph:
             try:
                 self._record()
             except RuntimeError as error:
-                if not self.fused.pdl:
+                if not self.gpu_step.pdl:
                     raise
-                warnings.warn(f"recording without early starts: {error}", stacklevel=3)
+                warnings.warn(
+                    f"recording without programmatic dependent launch: {error}", stacklevel=3
+                )
                 torch.cuda.synchronize()
-                self.fused = self._make(pdl=False)
+                self.gpu_step = self._make(pdl=False)
                 self._record()
-        self._bound = self._where()
+        self._bound = self._addresses()
 
-    def _make(self, pdl: bool) -> FusedStep:
-        return FusedStep(
+    def _make(self, pdl: bool) -> GPUStep:
+        return GPUStep(
             self.model,
             self.cache,
             pdl=pdl,
             greedy=self.greedy,
             tiles=self.tiles,
-            spread=self.spread,
+            kv_splits=self.kv_splits,
         )
 
     def _record(self) -> None:
@@ -152,26 +156,28 @@ class GraphDecoder:
 
         The trial reads token 0 into slot 0 of every row, so what stands there is put back.
         """
-        fused, cache = self.fused, self.cache
-        reaches = [reach for reach in fused.spreads if reach > cache.length] or [cache.capacity]
+        gpu_step, cache = self.gpu_step, self.cache
+        lengths = [
+            max_kv_len for max_kv_len in gpu_step.all_kv_splits if max_kv_len > cache.length
+        ] or [cache.capacity]
         slot = (cache.keys[:, :, :, :1].clone(), cache.values[:, :, :, :1].clone())
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         recorded = {}
         with torch.cuda.stream(stream):
-            for reach in reaches:
-                fused.lengths.zero_()
-                fused.run(reach)
+            for max_kv_len in lengths:
+                gpu_step.lengths.zero_()
+                gpu_step.run(max_kv_len)
                 stream.synchronize()
-                recorded[reach] = graph = torch.cuda.CUDAGraph()
+                recorded[max_kv_len] = graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    fused.run(reach)
+                    gpu_step.run(max_kv_len)
                 finally:
                     graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         for kept, before in zip((cache.keys, cache.values), slot, strict=True):
             kept[:, :, :, :1] = before
-        fused.lengths.zero_()
-        fused.ids.zero_()
+        gpu_step.lengths.zero_()
+        gpu_step.ids.zero_()
         self._recorded = recorded

@@ -1,14 +1,14 @@
 """One decoding step of a whole model in a few kernels per layer.
 
-    step = FusedStep(model, cache)
+    step = GPUStep(model, cache)
     step.ids.copy_(tokens); step.lengths.copy_(cache.lengths)
     step.run()                             step.logits; step.lengths has grown by 1
 
 Everything lives in buffers that stay where they are, so that the launches can be recorded once as
 a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
-formulas are `ops/reference.py`'s, the kernels `ops/kernels/decode.py`'s. Up to `MAX_ROWS` rows go
-through the matrix-vector kernels; more go through torch's matrix products. The residual stream is
-kept in float32, so a low-precision model loses a little less here than in its own forward.
+formulas are `ops/reference.py`'s, the kernels `kernels/triton/decode.py`'s. Up to `MAX_ROWS` rows
+go through the matrix-vector kernels; more go through torch's matrix products. The residual stream
+is kept in float32, so a low-precision model loses a little less here than in its own forward.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scratchlm import config as kinds
 from scratchlm.accelerate import hopper
+from scratchlm.accelerate.decoding import why_not_model
 from scratchlm.accelerate.kernels.triton.decode_tiles import (
     CLUSTER_HEAD,
     CLUSTER_KEYS,
     CLUSTER_WIDTH,
     MAX_CLUSTERS,
     MAX_ROWS,
-    Spread,
+    KVSplits,
     Tile,
-    choose_spreads,
+    choose_kv_splits,
     choose_tile,
     power_of_two,
 )
 from scratchlm.model.attention import MultiHeadSelfAttention
-from scratchlm.model.block import TransformerBlock
 from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import (
     MLP,
@@ -46,37 +45,12 @@ from scratchlm.model.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.model.transformer import TransformerLM
-from scratchlm.ops import OPS
 
-GREEDY_PARTS = 32  # programs per row that look for the greatest logit
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GREEDY_PARTS = 32  # programs per row that look for the largest logit
 
 
-def why_not_fused(model: TransformerLM) -> str | None:
-    """Return why this model cannot take the fused step, or None when it can."""
-    config, weights = model.config, list(model.parameters())
-    if type(model) is not TransformerLM:
-        return "a model of another class"  # it may have changed what a step is
-    if isinstance(config.ffn, kinds.MoE):
-        return "a mixture of experts"
-    if config.norm_placement != "pre":
-        return "post-norm blocks"
-    if model.ops is not OPS["fast"]:
-        return "ops other than 'fast'"
-    if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
-        return "weights that are not plain contiguous parameters"
-    if {weight.dtype for weight in weights} - {weights[0].dtype} or weights[0].dtype not in _DTYPES:
-        return "weights that are not all bfloat16, all float16 or all float32"
-    plain = {TransformerBlock, MultiHeadSelfAttention, RotaryEmbedding, RMSNorm, LayerNorm}
-    plain |= {SwiGLU, MLP, Linear, nn.Identity}
-    if any(type(module) not in plain for layer in model.layers for module in layer.modules()):
-        return "layers of another kind than ours"
-    return None
-
-
-class FusedStep:
+class GPUStep:
     """The buffers and the launches of one step for `model` and the rows of `cache`."""
 
     def __init__(
@@ -87,27 +61,31 @@ class FusedStep:
         pdl: bool = False,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
-        spread: Spread | None = None,
+        kv_splits: KVSplits | None = None,
     ) -> None:
-        reason = why_not_fused(model)
+        reason = why_not_model(model)
         if reason is not None:
-            raise ValueError(f"the fused step does not take {reason}")
+            raise ValueError(f"the GPU decoder does not take {reason}")
         self.model, self.cache, self.greedy = model, cache, greedy
         self.rows = rows = cache.batch_size
-        self.few = rows <= MAX_ROWS
+        self.by_vectors = rows <= MAX_ROWS
         self.tiles = dict(tiles or {})
         self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
+        first, last = self.layers[0], self.layers[-1]
+        self._watched = model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head()
         config, weight = model.config, model.token_embeddings.weight
         self.dtype, device = weight.dtype, weight.device
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
         own: dict[str, Any] = {"dtype": self.dtype, "device": device}
         d_kv = config.num_kv_heads * config.d_head
-        self.spreads = choose_spreads(cache.capacity, config.num_heads, rows, config.d_head)
-        if spread is not None:
-            if spread.handed_on and (not self.few or config.d_head != power_of_two(config.d_head)):
-                raise ValueError("shares are handed on for few rows and heads of a power of two")
-            self.spreads = {cache.capacity: spread}
-        self.reach = cache.capacity  # keys that a row may have in the step that runs
+        self.all_kv_splits = choose_kv_splits(cache.capacity, config.num_heads, rows, config.d_head)
+        if kv_splits is not None:
+            if kv_splits.deferred_combine and (
+                not self.by_vectors or config.d_head != power_of_two(config.d_head)
+            ):
+                raise ValueError("deferred combine is for few rows and heads of a power of two")
+            self.all_kv_splits = {cache.capacity: kv_splits}
+        self.max_kv_len = cache.capacity  # keys that a row may have in the step that runs
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
@@ -115,57 +93,56 @@ class FusedStep:
         self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        shares = max(spread.shares for spread in self.spreads.values())
+        shares = max(kv_splits.deferred_splits for kv_splits in self.all_kv_splits.values())
         self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
         self.sums = torch.zeros(shares, rows, config.num_heads, **wide)
         self.u = torch.zeros(rows, config.d_ff, **own)
-        splits = max(spread.splits for spread in self.spreads.values())
+        splits = max(kv_splits.num_splits for kv_splits in self.all_kv_splits.values())
         partial = rows * config.num_heads * splits * (config.d_head + 2)
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         # They need triton: only here.
-        from scratchlm.accelerate.kernels.triton import argmax as greatest
-        from scratchlm.accelerate.kernels.triton import decode, decode_attention
+        from scratchlm.accelerate.kernels.triton import argmax, decode, decode_attention
         from scratchlm.accelerate.kernels.triton import decode_batch as decode_many
 
         self.kernels, self.attention, self.many = decode, decode_attention, decode_many
-        self.greatest = greatest.greatest
+        self.argmax = argmax.argmax
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
-        self.pdl = pdl and self.few and not self.interpreted
-        self.clusters = spread is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
+        self.pdl = pdl and self.by_vectors and not self.interpreted
+        self.has_clusters = (
+            kv_splits is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
+        )
 
     @property
-    def spread(self) -> Spread:
+    def kv_splits(self) -> KVSplits:
         """How attention is shared out in the step that runs."""
-        return self.spreads[self.reach]
+        return self.all_kv_splits[self.max_kv_len]
 
-    def run(self, reach: int | None = None) -> None:
+    def run(self, max_kv_len: int | None = None) -> None:
         """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy.
 
-        `reach` is one of `spreads`: no row has more keys after this step.
+        `max_kv_len` is one of `all_kv_splits`: no row has more keys after this step.
         """
-        self.reach = self.cache.capacity if reach is None else reach
+        self.max_kv_len = self.cache.capacity if max_kv_len is None else max_kv_len
         self._embed()
-        if self.few:
+        if self.by_vectors:
             for layer in self.layers:
-                self._few(layer)
+                self._layer_by_vectors(layer)
             self._project_few(
                 "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
             )
         else:
-            self._many()
+            self._layers_by_matrices()
         if self.greedy:
-            self._choose_greatest()
+            self._choose_argmax()
 
-    def where_weights_are(self) -> tuple[int, ...]:
+    def weight_addresses(self) -> tuple[int, ...]:
         """Return addresses that change when the model is moved, cast or filled anew."""
-        first, last = self.layers[0], self.layers[-1]
-        modules = (self.model.token_embeddings, first.attn.q_proj, last.ffn.w2, self._head())
-        return tuple(module.weight.data_ptr() for module in modules)
+        return tuple(module.weight.data_ptr() for module in self._watched)
 
-    def _head(self) -> Embedding | Linear:
-        return self.model.token_embeddings if self.model.lm_head is None else self.model.lm_head
+    def _head(self) -> Any:
+        return self.model.lm_head
 
     # Launching
 
@@ -208,11 +185,11 @@ class FusedStep:
             first=True,
         )
 
-    def _choose_greatest(self) -> None:
+    def _choose_argmax(self) -> None:
         vocab = self.model.config.vocab_size
         part = -(-vocab // GREEDY_PARTS)
         self._launch(
-            self.greatest,
+            self.argmax,
             (GREEDY_PARTS, self.rows),
             self.logits,
             self.best,
@@ -227,31 +204,31 @@ class FusedStep:
 
     # Up to MAX_ROWS rows: matrix times vector
 
-    def _few(self, layer: Any) -> None:
+    def _layer_by_vectors(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
         projections, shares = [attn.q_proj, attn.k_proj, attn.v_proj], 1
-        if self._clusters_take(attn, layer.ln1):
-            self._project_attend(x, layer.ln1, projections, attn)
+        if self._supports_clusters(attn, layer.ln1):
+            self._qkv_attention(x, layer.ln1, projections, attn)
         else:
             self._project_few("qkv", x, layer.ln1, projections, [self.q, self.k, self.v])
             self._attend(attn, self.q, self.k, self.v)
-            shares = self.spread.shares
+            shares = self.kv_splits.deferred_splits
         self._project_add("out", x, self.a, attn.output_proj, y, shares)
         self._norm_gate(y, layer.ln2, ffn)
         self._project_add("down", y, self.u, ffn.w2, x)
 
-    def _clusters_take(self, attn: MultiHeadSelfAttention, norm: nn.Module) -> bool:
-        """Whether `project_attend` is for this layer, and for rows of this reach."""
+    def _supports_clusters(self, attn: MultiHeadSelfAttention, norm: nn.Module) -> bool:
+        """Whether `decode_qkv_attention` is for this layer, and for rows of this length."""
         plain = isinstance(norm, RMSNorm) and attn.q_proj.bias is None and attn.q_norm is None
         small = attn.num_heads <= MAX_CLUSTERS and attn.q_proj.weight.shape[1] <= CLUSTER_WIDTH
         return (
-            (self.clusters and plain and small)
-            and (self.rows == 1 and self.dtype.itemsize == 2 and self.reach <= CLUSTER_KEYS)
+            (self.has_clusters and plain and small)
+            and (self.rows == 1 and self.dtype.itemsize == 2 and self.max_kv_len <= CLUSTER_KEYS)
             and (attn.d_head == CLUSTER_HEAD and attn.num_kv_heads == attn.num_heads)
             and attn.sliding_window is None
         )
 
-    def _project_attend(
+    def _qkv_attention(
         self, x: Tensor, norm: nn.Module, linears: Sequence[Linear], attn: MultiHeadSelfAttention
     ) -> None:
         from scratchlm.accelerate.kernels.hopper import (
@@ -260,14 +237,14 @@ class FusedStep:
 
         cache, width = self.cache, linears[0].weight.shape[1]
         _, gain, _, eps = self._norm(norm)
-        turn, cos, sin = self._rotation(attn)
+        rope, cos, sin = self._rotation(attn)
         self._launch(
-            kernel.project_attend,
+            kernel.decode_qkv_attention,
             (attn.num_heads,),
             *(x, gain, *(linear.weight for linear in linears), cos, sin),
             *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths, self.a),
-            *(width, power_of_two(width), cache.capacity, kernel.keys_of_a_warp(self.reach)),
-            *(eps, turn, attn.d_head**-0.5, self.pdl),
+            *(width, power_of_two(width), cache.capacity, kernel.keys_per_warp(self.max_kv_len)),
+            *(eps, rope, attn.d_head**-0.5, self.pdl),
             warps=kernel.WARPS,
             num_ctas=kernel.CTAS,
         )
@@ -324,7 +301,7 @@ class FusedStep:
     ) -> None:
         rows, width = linear.weight.shape
         tile = self._tile(kernel, rows, width)
-        parts, part = tile.parts(width)
+        parts, part = tile.k_chunks(width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
@@ -340,7 +317,7 @@ class FusedStep:
         kind, gain, shift, eps = self._norm(norm)
         w3, b3 = (ffn.w3.weight, ffn.w3.bias) if isinstance(ffn, SwiGLU) else (None, None)
         self._launch(
-            self.kernels.norm_gate,
+            self.kernels.norm_up,
             (-(-rows // (tile.rows * tile.tiles)),),
             *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, self.u),
             *(rows, width, eps, kind, self._activation(ffn), self.rows),
@@ -363,36 +340,41 @@ class FusedStep:
         if attn.rope is None:
             return self.attention.NO_ROPE, None, None
         halves = attn.rope.layout == "half"
-        turn = self.attention.HALF if halves else self.attention.INTERLEAVED
-        return turn, attn.rope.cos, attn.rope.sin
+        rope = self.attention.HALF if halves else self.attention.INTERLEAVED
+        return rope, attn.rope.cos, attn.rope.sin
 
     def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
-        cache, spread = self.cache, self.spread
+        cache, kv_splits = self.cache, self.kv_splits
         q_norm, k_norm = attn.q_norm, attn.k_norm
-        turn, cos, sin = self._rotation(attn)
+        rope, cos, sin = self._rotation(attn)
         self._launch(
-            self.attention.attend,
-            (attn.num_heads, spread.splits, self.rows),
+            self.attention.decode_attention,
+            (attn.num_heads, kv_splits.num_splits, self.rows),
             *(q, k, v),
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             *(cos, sin, cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
-            *(self.partial, self.tickets, self.a, self.sums if spread.handed_on else None),
-            *(cache.capacity, self.reach, attn.num_heads, attn.num_kv_heads),
-            *(attn.d_head, power_of_two(attn.d_head), spread.keys),
-            *(spread.splits, power_of_two(spread.splits)),
+            *(
+                self.partial,
+                self.tickets,
+                self.a,
+                self.sums if kv_splits.deferred_combine else None,
+            ),
+            *(cache.capacity, self.max_kv_len, attn.num_heads, attn.num_kv_heads),
+            *(attn.d_head, power_of_two(attn.d_head), kv_splits.block_keys),
+            *(kv_splits.num_splits, power_of_two(kv_splits.num_splits)),
             0.0 if q_norm is None else q_norm.eps,
             q_norm is not None,
-            turn,
+            rope,
             attn.sliding_window or 0,
             attn.d_head**-0.5,
             self.pdl,
-            warps=spread.warps,
+            warps=kv_splits.warps,
         )
 
     # More rows: torch's matrix products, and the same attention
 
-    def _many(self) -> None:
+    def _layers_by_matrices(self) -> None:
         delta: Tensor | None = None
         for layer in self.layers:
             attn, ffn = layer.attn, layer.ffn

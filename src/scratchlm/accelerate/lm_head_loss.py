@@ -1,15 +1,16 @@
 """The LM head and the cross-entropy in one: the logits never exist all at once.
 
-The rows are taken in slices. For each slice the logits are formed, turned into their gradient
+The rows are taken in chunks. For each chunk the logits are formed, replaced in place by their
+gradient
 
     ∂loss/∂logits = softmax(logits) − onehot(target)
 
-in place, and multiplied into the gradients of the hidden states and of the head, all in the forward
-pass; the backward pass only scales the two by what comes from above. Three matrix products, as
-without slices, and memory for one slice instead of for the batch times the vocabulary.
+and multiplied into the gradients of the hidden states and of the head, all in the forward pass; the
+backward pass only scales the two by grad_output. Three matrix products, as without chunks, and
+memory for one chunk instead of for the batch times the vocabulary.
 
-A kernel leaves each row of that gradient G short of a factor s (`kernels/cross_entropy.py`). The
-rows around it take it instead: ∂hidden = s ⊙ (G W), and ∂W = Gᵀ (s ⊙ hidden).
+A kernel leaves each row of that gradient G short of a factor s (`kernels/triton/cross_entropy.py`).
+The rows around it take it instead: ∂hidden = s ⊙ (G W), and ∂W = Gᵀ (s ⊙ hidden).
 
 On a GPU a vocabulary that is no multiple of 8 is padded inside: rows of logits that start off a
 16-byte border make the product several times slower.
@@ -27,10 +28,10 @@ from scratchlm.accelerate import hopper
 from scratchlm.accelerate.kernels import launches_for
 from scratchlm.ops.ranges import can_look, counted_targets
 
-SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits at a time: the cache's size, 0.5 GB
 
 
-def linear_cross_entropy(
+def chunked_lm_head_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -48,8 +49,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # a function is told what requires gradients even so
         rows, weight = rows.detach(), weight.detach()
     total: Tensor
-    if torch.compiler.is_compiling():  # without autocast: see `compiles_closed`
-        from scratchlm.ops.opaque import loss_and_gradients
+    if torch.compiler.is_compiling():  # without autocast: see `supports_compiled`
+        from scratchlm.accelerate.lm_head_loss_op import loss_and_gradients
 
         wants = rows.requires_grad, weight.requires_grad
         total = loss_and_gradients(rows, weight, labels, z_loss, *wants)[0]
@@ -57,14 +58,14 @@ def linear_cross_entropy(
         device = hidden.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             rows = rows.to(torch.get_autocast_dtype(device))
-        total = _SlicedLoss.apply(rows, weight, labels, z_loss)
+        total = _ChunkedLoss.apply(rows, weight, labels, z_loss)
     if wrong is not None:
         total = total.masked_fill(wrong.any(), torch.nan)
     return total if reduction == "sum" else total / counts.sum().clamp(min=1)
 
 
-def compiles_closed(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether compiled code, too, calls the sliced loss: it trains on a CPU, in one precision."""
+def supports_compiled(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether compiled code, too, calls the chunkd loss: it trains on a CPU, in one precision."""
     return (
         hidden.is_cpu
         and torch.is_grad_enabled()
@@ -75,21 +76,23 @@ def compiles_closed(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _SlicedLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """The sum of the rows' losses; targets are −1 where they do not count."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        total, ctx.gradients = sliced_loss(rows, weight, targets, z_loss, *ctx.needs_input_grad[:2])
+        total, ctx.gradients = chunked_loss(
+            rows, weight, targets, z_loss, *ctx.needs_input_grad[:2]
+        )
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        return (*ctx.gradients.scaled(above), None, None)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        return (*ctx.gradients.scaled(grad_output), None, None)
 
 
-def sliced_loss(
+def chunked_loss(
     rows: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -104,19 +107,19 @@ def sliced_loss(
         head = _padded(weight, rows.dtype)
         wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
         total = torch.zeros((), dtype=wide, device=rows.device)
-        size = _slice_size(len(rows), len(head), rows.device.type)
+        size = _chunk_size(len(rows), len(head), rows.device.type)
         buffer = rows.new_empty(size, len(head))
         for start in range(0, len(rows), size):
             part, target = rows[start : start + size], targets[start : start + size]
             wants, out = wants_rows or wants_weight, buffer[: len(part)]
-            slopes = _slopes(part, head, target, len(weight), z_loss, wants, out)
-            total += slopes.losses.sum()
-            gradients.add(start, slopes, part, head)
+            dlogits = _dlogits(part, head, target, len(weight), z_loss, wants, out)
+            total += dlogits.losses.sum()
+            gradients.add(start, dlogits, part, head)
     return total, gradients
 
 
-class _Slopes(NamedTuple):
-    """What a slice of logits gives."""
+class _DLogits(NamedTuple):
+    """What a chunk of logits gives."""
 
     losses: Tensor  # of every row
     matrix: Tensor  # the gradient of the logits, each row of it over …
@@ -124,50 +127,50 @@ class _Slopes(NamedTuple):
 
 
 class _Gradients:
-    """∂loss/∂rows and ∂loss/∂weight, gathered slice by slice."""
+    """∂loss/∂rows and ∂loss/∂weight, gathered chunk by chunk."""
 
     def __init__(self, rows: Tensor, weight: Tensor, wants_rows: bool, wants_weight: bool) -> None:
-        self.of_rows = torch.empty_like(rows) if wants_rows else None
-        self.of_weight: Tensor | None = None
+        self.grad_rows = torch.empty_like(rows) if wants_rows else None
+        self.grad_weight: Tensor | None = None
         self.wants_weight, self.vocab, self.dtype = wants_weight, len(weight), weight.dtype
-        self.factors: list[Tensor] = []  # that the rows of `of_rows` still lack, slice by slice
+        self.factors: list[Tensor] = []  # that the rows of `grad_rows` still lack, chunk by chunk
         self.used = False
 
-    def add(self, start: int, slopes: _Slopes, part: Tensor, head: Tensor) -> None:
-        """Take one slice's gradient of the logits in."""
-        slope, factors = slopes.matrix, slopes.factors
-        if self.of_rows is not None:
-            torch.mm(slope, head, out=self.of_rows[start : start + len(part)])
+    def add(self, start: int, chunk: _DLogits, part: Tensor, head: Tensor) -> None:
+        """Take one chunk's gradient of the logits in."""
+        dlogits, factors = chunk.matrix, chunk.factors
+        if self.grad_rows is not None:
+            torch.mm(dlogits, head, out=self.grad_rows[start : start + len(part)])
             self.factors += [] if factors is None else [factors]
         if self.wants_weight:
             if factors is not None:
                 part = _scaled_rows(part, factors, None, torch.empty_like(part))
-            self.of_weight = _add_product(self.of_weight, slope.t(), part)
+            self.grad_weight = _add_product(self.grad_weight, dlogits.t(), part)
 
-    def scaled(self, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both, times what comes from above; once, because it is done in place."""
+    def scaled(self, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both, times grad_output; once, because it is done in place."""
         if self.used:
             raise RuntimeError("the gradients of this loss were already given out and freed")
         self.used = True
-        of_rows, of_weight = self.of_rows, self.of_weight
-        self.of_rows = self.of_weight = None
-        if of_rows is not None:
+        grad_rows, grad_weight = self.grad_rows, self.grad_weight
+        self.grad_rows = self.grad_weight = None
+        if grad_rows is not None:
             if self.factors:
-                _scaled_rows(of_rows, torch.cat(self.factors), above, of_rows)
+                _scaled_rows(grad_rows, torch.cat(self.factors), grad_output, grad_rows)
             else:
-                of_rows.mul_(above)
-        if of_weight is not None:
-            torch._foreach_mul_([of_weight], above)  # reads wider than `mul_` by one number does
-            of_weight = of_weight.to(self.dtype)
-            if len(of_weight) > self.vocab:  # a view, which autograd would not add to in place
-                of_weight = of_weight[: self.vocab]
-        return of_rows, of_weight
+                grad_rows.mul_(grad_output)
+        if grad_weight is not None:
+            torch._foreach_mul_([grad_weight], grad_output)  # wider loads than `mul_` has
+            grad_weight = grad_weight.to(self.dtype)
+            if len(grad_weight) > self.vocab:  # a view, which autograd would not add to in place
+                grad_weight = grad_weight[: self.vocab]
+        return grad_rows, grad_weight
 
 
-def _scaled_rows(x: Tensor, factors: Tensor, above: Tensor | None, out: Tensor) -> Tensor:
+def _scaled_rows(x: Tensor, factors: Tensor, grad_output: Tensor | None, out: Tensor) -> Tensor:
     from scratchlm.accelerate.kernels.triton.cross_entropy import scale_rows
 
-    return scale_rows(x, factors, above, out)
+    return scale_rows(x, factors, grad_output, out)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -193,16 +196,16 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _slice_size(rows: int, vocab: int, device: str) -> int:
-    """Return how many rows to take at a time: equal slices, of whole tiles on a GPU."""
-    most = SLICE_ELEMENTS.get(device, SLICE_ELEMENTS["cuda"])
-    slices = -(-rows * vocab // most)
+def _chunk_size(rows: int, vocab: int, device: str) -> int:
+    """Return how many rows to take at a time: equal chunks, of whole tiles on a GPU."""
+    most = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
+    chunks = -(-rows * vocab // most)
     tile = 128 if device == "cuda" else 1
-    size = -(-rows // max(1, slices))
+    size = -(-rows // max(1, chunks))
     return min(max(rows, 1), -(-max(size, 128) // tile) * tile)
 
 
-def _slopes(
+def _dlogits(
     part: Tensor,
     head: Tensor,
     targets: Tensor,
@@ -210,27 +213,27 @@ def _slopes(
     z_loss: float,
     gradient: bool,
     out: Tensor,
-) -> _Slopes:
-    """Return what the logits of a slice of rows give, in the memory of `out`."""
-    if gradient and hopper.takes_head(part, head):
-        from scratchlm.accelerate.kernels.triton.cross_entropy import loss_and_gradient_of
+) -> _DLogits:
+    """Return what the logits of a chunk of rows give, in the memory of `out`."""
+    if gradient and hopper.supports_lm_head_exp(part, head):
+        from scratchlm.accelerate.kernels.triton.cross_entropy import lm_head_loss_and_dlogits
 
-        losses, factors = loss_and_gradient_of(part, head, targets, vocab, z_loss, out)
-        return _Slopes(losses, out, factors)
+        losses, factors = lm_head_loss_and_dlogits(part, head, targets, vocab, z_loss, out)
+        return _DLogits(losses, out, factors)
     logits = torch.mm(part, head.t(), out=out)
-    return _loss_and_gradient(logits, targets, vocab, z_loss, gradient)
+    return _loss_and_dlogits(logits, targets, vocab, z_loss, gradient)
 
 
-def _loss_and_gradient(
+def _loss_and_dlogits(
     logits: Tensor, targets: Tensor, vocab: int, z_loss: float, gradient: bool
-) -> _Slopes:
+) -> _DLogits:
     """Return every row's loss and the gradient of the logits, which may lie where they lay."""
     if launches_for(logits):
-        from scratchlm.accelerate.kernels.triton.cross_entropy import TYPES, loss_and_gradient_
+        from scratchlm.accelerate.kernels.triton.cross_entropy import TYPES, loss_and_dlogits_
 
         if logits.dtype in TYPES:
-            losses, factors = loss_and_gradient_(logits, targets, vocab, z_loss, gradient)
-            return _Slopes(losses, logits, factors)
+            losses, factors = loss_and_dlogits_(logits, targets, vocab, z_loss, gradient)
+            return _DLogits(losses, logits, factors)
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
     if wide.shape[1] > vocab:
         wide[:, vocab:] = -torch.inf
@@ -238,7 +241,7 @@ def _loss_and_gradient(
     column = targets.clamp(min=0)[:, None]
     chosen = wide.gather(1, column)[:, 0]
     if gradient and wide.is_cpu:
-        lse, slope = _softmax_in_place(wide)
+        lse, dlogits = _softmax_in_place(wide)
         losses = lse - chosen
     else:
         logs = wide.log_softmax(dim=-1)
@@ -248,15 +251,15 @@ def _loss_and_gradient(
         losses = losses + z_loss * lse.pow(2)
     losses = losses.masked_fill(~counts, 0.0)
     if not gradient:
-        return _Slopes(losses, logits, None)
+        return _DLogits(losses, logits, None)
     if not wide.is_cpu:
-        slope = logs.exp_()
+        dlogits = logs.exp_()
     if z_loss:
-        slope *= (1 + 2 * z_loss * lse)[:, None]
-    slope.scatter_add_(1, column, slope.new_full(column.shape, -1.0))
+        dlogits *= (1 + 2 * z_loss * lse)[:, None]
+    dlogits.scatter_add_(1, column, dlogits.new_full(column.shape, -1.0))
     if not (can_look(counts) and bool(counts.all())):
-        slope.masked_fill_(~counts[:, None], 0.0)
-    return _Slopes(losses, slope.to(logits.dtype), None)
+        dlogits.masked_fill_(~counts[:, None], 0.0)
+    return _DLogits(losses, dlogits.to(logits.dtype), None)
 
 
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:

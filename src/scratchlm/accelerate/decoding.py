@@ -1,0 +1,170 @@
+"""Which models the whole-step decoders take, and when they must step aside.
+
+A decoder computes one token of every row without calling a module. It takes a model by an explicit
+list of what it handles: a field of the config that is not on the list, or a module that is not
+plain (`table.py`), is refused by name, and the model itself decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from scratchlm import config as kinds
+from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
+from scratchlm.config import ModelConfig
+from scratchlm.model import KVCache, TransformerLM
+from scratchlm.ops import OP_NAMES
+
+# Fields of a config and of its parts that both decoders handle.
+HANDLED: dict[type, set[str]] = {
+    ModelConfig: {
+        *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"),
+        *("rope_theta", "num_kv_heads", "d_head", "positions", "ffn", "norm", "attention"),
+        *("norm_placement", "tie_embeddings"),
+    },
+    kinds.Rotary: {"theta", "layout", "scaling"},  # by the tables of the model's RoPE
+    kinds.Learned: set(),
+    kinds.Sinusoidal: set(),
+    kinds.NoPositions: set(),
+    kinds.SwiGLU: {"bias"},
+    kinds.MLP: {"activation", "bias"},
+    kinds.RMSNorm: {"eps"},
+    kinds.LayerNorm: {"eps", "bias"},
+    kinds.NoNorm: set(),
+    kinds.Attention: {"qk_norm", "sliding_window", "bias"},
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Decoder(Protocol):
+    """Reads one token of every row of a cache."""
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits (batch, vocab) after these tokens."""
+
+
+def why_not_config(config: ModelConfig) -> str | None:
+    """Return what of a config the decoders do not handle, or None."""
+    if config.norm_placement != "pre":
+        return "post-norm blocks"
+    for part in (config, config.positions, config.ffn, config.norm, config.attention):
+        if type(part) not in HANDLED:
+            return f"{type(part).__name__} in the config"
+        unknown = {field.name for field in fields(part)} - HANDLED[type(part)]
+        if unknown:
+            return f"the config's field {min(unknown)}, which it does not know"
+    return None
+
+
+def why_not_model(model: TransformerLM) -> str | None:
+    """Return why no decoder can stand for this model's modules, or None."""
+    reason = why_not_config(model.config)
+    if reason is not None:
+        return reason
+    if has_global_hooks():
+        return "global hooks"
+    for name, module in model.named_modules():
+        if type(module) is not nn.ModuleList and not is_plain(module):
+            return f"{name or 'a model'} that is hooked, replaced, patched or parametrised"
+        if not has_fast_ops(module, OP_NAMES):
+            return f"user-provided ops in {name or 'the model'}"
+    weights = list(model.parameters())
+    if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
+        return "weights that are not plain contiguous parameters"
+    if {weight.dtype for weight in weights} - {weights[0].dtype} or weights[0].dtype not in DTYPES:
+        return "weights that are not all bfloat16, all float16 or all float32"
+    return None
+
+
+def why_not_cpu(model: TransformerLM) -> str | None:
+    """Return why the CPU decoder cannot take this model, or None when it can."""
+    weight = model.token_embeddings.weight
+    if weight.device.type != "cpu":
+        return "a model that is not on a CPU"
+    if weight.dtype != torch.float32:
+        return "weights that are not float32"
+    if model.config.attention.sliding_window is not None:
+        return "a sliding window"
+    return why_not_model(model)
+
+
+def why_not_gpu(model: TransformerLM) -> str | None:
+    """Return why the GPU decoder cannot take this model here, or None when it can."""
+    device = model.token_embeddings.weight.device
+    if device.type != "cuda":
+        return f"a model on {device.type}"
+    if device.index != torch.cuda.current_device():
+        return "a model on another GPU than the current one"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "a GPU older than compute capability 8.0"
+    if find_spec("triton") is None:
+        return "an installation without triton"
+    return why_not_model(model)
+
+
+def why_not_decoder(model: TransformerLM) -> dict[str, str | None]:
+    """Return for each decoder why it does not take this model; None where it does."""
+    return {"cpu_decode": why_not_cpu(model), "gpu_decode": why_not_gpu(model)}
+
+
+def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
+    """Return a decoder for the rows of a cache, where one takes this model."""
+    if why_not_cpu(model) is None:
+        from scratchlm.accelerate.cpu_decode import CPUDecoder
+
+        return CPUDecoder(model, cache)
+    if why_not_gpu(model) is None:
+        from scratchlm.accelerate.graph_decoder import GraphDecoder
+
+        return GraphDecoder(model, cache)
+    return None
+
+
+def model_step(model: TransformerLM, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Read one token of every row by the model itself; return the logits after it."""
+    ids = tokens.to(model.token_embeddings.weight.device)[:, None]
+    logits: Tensor = model.lm_head(model.hidden(ids, cache=cache)[:, -1])
+    return logits
+
+
+class Unchanged:
+    """Sees cheaply whether a model's modules are still those a decoder was made for.
+
+    Hooks and submodules live in dictionaries that stay where they are: a look at a thousand of them
+    costs some microseconds.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._hooks = [
+            hooks
+            for m in modules
+            for hooks in (
+                *(m._forward_hooks, m._forward_pre_hooks),
+                *(m._backward_hooks, m._backward_pre_hooks),
+            )
+        ]
+        self._modules = modules
+        self._classes = [type(m) for m in modules]
+        self._attributes = [m.__dict__ for m in modules]
+        self._children = [m._modules for m in modules if m._modules]
+        self._found = self._submodules()
+
+    def _submodules(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(children.values() for children in self._children))
+
+    def __bool__(self) -> bool:
+        return (
+            not any(self._hooks)
+            and self._submodules() == self._found
+            and not any(["forward" in attributes for attributes in self._attributes])
+            and [type(m) for m in self._modules] == self._classes
+            and not has_global_hooks()
+        )

@@ -1,0 +1,141 @@
+"""One table of fusions: what stands for which modules and ops, when, and at what gain.
+
+A fusion computes at once what a module and some of its submodules compute one after the other. It
+is declared here and nowhere else: selective checkpointing, the account's `--verify`, `explain` and
+the benchmarks' classes of kernels read this table.
+
+A module that is hooked, replaced, subclassed, patched or parametrised is called as it is, on every
+path. `why_not_plain` decides that for all fusions and decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from scratchlm.model import (
+    MLP,
+    ExpertLinear,
+    LayerNorm,
+    MoE,
+    RotaryEmbedding,
+    SinusoidalPositions,
+    TiedHead,
+)
+from scratchlm.ops import FastOps, Ops
+
+Condition = Callable[[Any, Tensor, Any], str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """What is computed at once, and when."""
+
+    name: str
+    what: str  # in one line
+    takes: type[nn.Module]  # the module it takes over
+    absorbs: tuple[str, ...]  # submodules that are not called when it runs
+    ops: tuple[str, ...]  # ops it stands for
+    condition: Condition  # (module, x, context) -> why it does not apply, or None
+    operators: tuple[str, ...] = ()  # custom operators it calls
+    saved: tuple[str, ...] = ()  # those whose results selective checkpointing keeps
+    keeps: str = ""  # for the backward pass
+    kernels: tuple[str, ...] = ()  # their names in a profile
+    gain: str = ""  # of a whole step, by preset: bench/RESULTS.md, "Fusions"
+
+    def why_not(self, module: Any, x: Tensor, context: Any = None) -> str | None:
+        """Return why this fusion does not run for such a call, or None when it does."""
+        if self.name in module.left_out:
+            return "left out by `accelerate(without=…)`"
+        reason = self.condition(module, x, context)
+        return why_not_plain(module, self.absorbs, self.ops) if reason is None else reason
+
+    def runs(self, module: Any, x: Tensor, context: Any = None) -> bool:
+        """Whether this fusion runs for such a call."""
+        return self.why_not(module, x, context) is None
+
+
+FUSIONS: list[Fusion] = []
+ACCELERATED: dict[type[nn.Module], type[nn.Module]] = {}  # our class -> its accelerated subclass
+FUSIONS_OF: dict[type[nn.Module], list[Fusion]] = {}  # accelerated class -> in order of preference
+# Classes whose instances are as we wrote them; the accelerated ones enter themselves.
+PLAIN_TYPES: list[type[nn.Module]] = [
+    *(LayerNorm, MLP, MoE, ExpertLinear, RotaryEmbedding, SinusoidalPositions, TiedHead),
+    nn.Identity,
+]
+
+T = TypeVar("T", bound=type[nn.Module])
+
+
+def accelerates(plain: type[nn.Module], *fusions: Fusion) -> Callable[[T], T]:
+    """Enter a class as the accelerated form of ours, with its fusions in order of preference."""
+
+    def enter(cls: T) -> T:
+        ACCELERATED[plain] = cls
+        FUSIONS_OF[cls] = list(fusions)
+        FUSIONS.extend(fusions)
+        PLAIN_TYPES.extend((plain, cls))
+        return cls
+
+    return enter
+
+
+# Plain: as we wrote it, and observed by nobody
+
+
+def why_not_plain(
+    module: nn.Module, absorbs: tuple[str, ...] = (), ops: tuple[str, ...] = ()
+) -> str | None:
+    """Return why these submodules and ops must be called one by one, or None if nobody can tell."""
+    if type(module) not in PLAIN_TYPES:
+        return f"a {type(module).__name__} is not ours"
+    if has_global_hooks():
+        return "global hooks are registered"
+    if not has_fast_ops(module, ops):
+        return f"one of the ops {', '.join(ops)} is user-provided"
+    for name in absorbs:
+        part = getattr(module, name)
+        if part is None:
+            continue
+        if not is_plain(part):
+            return f"{name} is hooked, replaced, patched or parametrised"
+        if not has_fast_ops(part, ops):
+            return f"{name} has user-provided ops"
+    return None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is of our own class, and has neither hooks nor a patched `forward`."""
+    return (
+        type(module) in PLAIN_TYPES
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+    )
+
+
+def has_fast_ops(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether these ops of a module are the fast ones (a module without ops has no others)."""
+    ops: Ops | None = getattr(module, "ops", None)
+    if ops is None or type(ops) is FastOps:
+        return True
+    return all(getattr(type(ops), name) is getattr(FastOps, name) for name in names)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules; compiled code does not know them."""
+    if torch.compiler.is_compiling():
+        return False
+    return bool(
+        nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_backward_hooks
+        or nn_module._global_backward_pre_hooks
+    )

@@ -1,0 +1,54 @@
+"""Which errors are for the user, one line and status 2, and which are bugs, with their traceback.
+
+An error is for the user if it was raised for them: a `ScratchLMError`, an error of the operating
+system about a file, or a ValueError or TypeError from a `raise` statement of ours. A ValueError
+that comes out of `int(…)`, torch or json, where nobody expected it, is a bug.
+"""
+
+from __future__ import annotations
+
+import errno
+from opcode import opmap
+
+from scratchlm.errors import ScratchLMError
+
+PACKAGE = __name__.partition(".")[0]
+_RAISE = opmap["RAISE_VARARGS"]  # `raise error` and `raise error from cause`
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # a write names no file
+
+
+def is_for_the_user(error: BaseException) -> bool:
+    """Say whether an error was raised for the user, and not by a mistake in our code."""
+    if isinstance(error, ScratchLMError):
+        return True
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL_DISK):
+        return True
+    return isinstance(error, (ValueError, TypeError, OSError)) and raised_on_purpose(error)
+
+
+def raised_on_purpose(error: BaseException) -> bool:
+    """Say whether the error began at a `raise` statement inside this package.
+
+    The last entry of a traceback is where the error began, however often it was raised again.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    ours = module == PACKAGE or module.startswith(f"{PACKAGE}.")
+    return ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+
+
+def one_line(error: BaseException) -> str:
+    """Say an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: " if error.filename else ""
+        return fold(f"{what}{error.strerror}")
+    return fold(str(error)) or type(error).__name__
+
+
+def fold(text: str) -> str:
+    """Fold white space, so that a text fits on one line."""
+    return " ".join(text.split())

@@ -1,0 +1,56 @@
+"""`scratchlm explain`: which fusions run on a model here, and why the others do not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("explain")(explain)
+
+
+def explain(
+    model: Annotated[
+        str, typer.Argument(help="A preset, a config file, or a folder with a config.json.")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a sequence.", show_default="the model's")
+    ] = None,
+    training: Annotated[bool, typer.Option(help="With gradients, or without.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which fusions run on a model's layers on this machine, and why the others do not.
+
+    All layers of a model are alike: the first stands for all.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from scratchlm.accelerate import accelerate
+    from scratchlm.accelerate import explain as explain_model
+    from scratchlm.cli.account_models import find_model
+    from scratchlm.cli.train import choose_device
+    from scratchlm.model import TransformerLM
+
+    config = find_model(model)
+    first = TransformerLM(config.replace(num_layers=1), device=choose_device(device))
+    rows = explain_model(accelerate(first), batch=batch, seq=context, training=training)
+    found = [(r.layer.replace("layers.0", "layers.*") or "model", r.fusion, r.reason) for r in rows]
+    if as_json:
+        keys = ("layer", "fusion", "reason")
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))
+        return
+    table = Table("layer", "fusion", "runs, or why not", box=None, pad_edge=False)
+    last = ""
+    for layer, fusion, reason in found:
+        state = "[green]runs[/green]" if reason is None else f"[dim]{reason}[/dim]"
+        table.add_row(layer if layer != last else "", fusion, state)
+        last = layer
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)

@@ -1,0 +1,257 @@
+"""A step of the CPU decoder is the model's: every family, rows equal and ragged, step by step.
+
+And which models decoders take: by an explicit list, with the reason for all others.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm import config as kinds
+from scratchlm.accelerate import accelerate, plain
+from scratchlm.accelerate.cpu_decode import CPUDecoder, as_one_matrix, join_weights
+from scratchlm.accelerate.decoding import (
+    HANDLED,
+    make_decoder,
+    why_not_config,
+    why_not_cpu,
+    why_not_model,
+)
+from scratchlm.inference import prefill
+from scratchlm.ops import OPS
+from tiny_models import FAMILIES, PLAIN, build, ids
+
+TAKEN = [
+    name for name in FAMILIES if why_not_cpu(build(FAMILIES[name], dtype=torch.float32)) is None
+]
+
+
+def test_only_these_families_are_not_taken():
+    assert FAMILIES.keys() - TAKEN == {"mistral", "mixtral", "post-norm"}
+
+
+def decoder_and_model(family, prompts, joined):
+    """Return a decoder and the model, each with a cache that holds the prompts."""
+    model = build(FAMILIES[family], dtype=torch.float32).eval()
+    if joined:
+        join_weights(model)
+    caches = []
+    for _ in range(2):
+        cache = model.new_cache(len(prompts), 16)
+        prefill(model, prompts, cache)
+        caches.append(cache)
+    return CPUDecoder(model, caches[0]), model, caches
+
+
+@pytest.mark.parametrize("accelerated", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "side by side"])
+@pytest.mark.parametrize("lengths", [[3], [4, 4], [5, 2, 1]], ids=str)
+@pytest.mark.parametrize("family", TAKEN)
+def test_a_step_gives_the_models_logits(family, lengths, joined, accelerated):
+    prompts = [ids(1, n)[0].tolist() for n in lengths]
+    decoder, model, (ours, theirs) = decoder_and_model(family, prompts, joined)
+    if accelerated:
+        accelerate(model)
+        decoder = CPUDecoder(model, ours)
+    for step in range(4):
+        tokens = [(7 * step + row) % 29 for row in range(len(lengths))]
+        with torch.inference_mode():
+            expected = model(torch.tensor(tokens)[:, None], cache=theirs)[:, -1]
+        torch.testing.assert_close(decoder.step(tokens), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.lengths, theirs.lengths)
+    used = int(ours.lengths.max())
+    torch.testing.assert_close(ours.keys[:, :, :, :used], theirs.keys[:, :, :, :used])
+
+
+def test_it_goes_on_when_rows_have_ended():
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    decoder, model, (ours, theirs) = decoder_and_model("llama", prompts, True)
+    decoder.step([7, 8, 9])
+    with torch.inference_mode():
+        model(torch.tensor([[7], [8], [9]]), cache=theirs)
+        for cache in (ours, theirs):
+            cache.select_rows(torch.tensor([0, 2]))
+        expected = model(torch.tensor([[3], [4]]), cache=theirs)[:, -1]
+    torch.testing.assert_close(decoder.step([3, 4]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_id_outside_the_vocabulary_is_refused():
+    decoder, _, _ = decoder_and_model("plain", [[1, 2]], True)
+    with pytest.raises(ValueError, match="token id must lie in"):
+        decoder.step([29])
+
+
+# Models that change while a decoder is at work
+
+
+class Zero(torch.nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+def zero_values(module, inputs, output):
+    return torch.zeros_like(output)
+
+
+def zero_forward(x):
+    return torch.zeros_like(x)
+
+
+CHANGES = {
+    "hooked": lambda attn: attn.v_proj.register_forward_hook(zero_values),
+    "replaced": lambda attn: setattr(attn, "v_proj", Zero()),
+    "patched": lambda attn: setattr(attn.v_proj, "forward", zero_forward),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_module_changed_between_two_steps_is_called(how):
+    decoder, model, (ours, theirs) = decoder_and_model("plain", [[1, 2, 3]], True)
+    decoder.step([4])
+    with torch.inference_mode():
+        model(torch.tensor([[4]]), cache=theirs)
+        untouched = model(torch.tensor([[5]]), cache=theirs)[:, -1]
+        theirs.length -= 1
+        CHANGES[how](model.layers[0].attn)
+        expected = model(torch.tensor([[5]]), cache=theirs)[:, -1]
+    assert not torch.allclose(untouched, expected)
+    torch.testing.assert_close(decoder.step([5]), expected, atol=1e-5, rtol=1e-5)
+    assert ours.length == theirs.length
+    assert why_not_model(model) is not None
+
+
+def test_global_hooks_are_called():
+    decoder, model, (_, theirs) = decoder_and_model("plain", [[1, 2, 3]], True)
+    called = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+    try:
+        logits = decoder.step([4])
+        assert called
+        assert why_not_model(model) == "global hooks"
+    finally:
+        hook.remove()
+    with torch.inference_mode():
+        expected = model(torch.tensor([[4]]), cache=theirs)[:, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+# What is not taken
+
+
+def test_a_model_that_is_not_taken_is_refused_with_the_reason():
+    model = build(PLAIN, dtype=torch.float64)
+    assert why_not_cpu(model) == "weights that are not float32"
+    with pytest.raises(ValueError, match="does not take weights that are not float32"):
+        CPUDecoder(model, model.new_cache(1))
+    assert make_decoder(model, model.new_cache(1)) is None
+    hooked = build(PLAIN, dtype=torch.float32)
+    hooked.layers[0].attn.v_proj.register_forward_hook(lambda *_: None)
+    assert "layers.0.attn.v_proj that is hooked" in why_not_cpu(hooked)
+
+    class Other(TransformerLM):
+        pass
+
+    assert "a model that is hooked, replaced" in why_not_cpu(Other(PLAIN))
+    experts = PLAIN.replace(ffn=kinds.MoE(2, 1))
+    assert why_not_cpu(build(experts, dtype=torch.float32)) == "MoE in the config"
+    assert why_not_cpu(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
+    assert why_not_cpu(build(FAMILIES["mistral"], dtype=torch.float32)) == "a sliding window"
+
+
+def test_user_provided_ops_are_called():
+    for ops in ("reference", OPS["fast"].replace(silu=torch.relu)):
+        assert "user-provided ops" in why_not_cpu(build(PLAIN, ops, dtype=torch.float32))
+    model = build(PLAIN, dtype=torch.float32)
+    model.layers[1].ffn.ops = OPS["fast"].replace(silu=torch.relu)
+    assert why_not_cpu(model) == "user-provided ops in layers.1.ffn"
+
+
+def test_weights_that_are_no_plain_parameters_are_not_taken():
+    model = build(PLAIN, dtype=torch.float32)
+    weight = model.layers[0].attn.q_proj.weight
+    weight.data = weight.data.T.contiguous().T
+    assert "contiguous" in why_not_cpu(model)
+    mixed = build(PLAIN, dtype=torch.float32)
+    mixed.ln_final.bfloat16()
+    assert "all bfloat16" in why_not_cpu(mixed)
+    parametrised = build(PLAIN, dtype=torch.float32)
+    torch.nn.utils.parametrizations.weight_norm(parametrised.layers[0].attn.q_proj)
+    assert "parametrised" in why_not_cpu(parametrised)
+
+
+def config_classes():
+    """Return every class that a model's config may be made of."""
+    found = {ModelConfig}
+    for name in kinds.__all__:
+        kind = getattr(kinds, name)
+        if dataclasses.is_dataclass(kind):
+            found.add(kind)
+    return found
+
+
+def test_every_field_of_a_config_is_handled_or_refused_by_name():
+    """Whoever adds a field must say whether decoders know it."""
+    scalings = {kind for kind in config_classes() if kind.__name__.endswith("Scaling")}
+    assert config_classes() - HANDLED.keys() - scalings == {kinds.MoE}  # refused by its type
+    for kind, handled in HANDLED.items():
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert names == handled, kind
+    for family in FAMILIES.values():
+        refused = isinstance(family.ffn, kinds.MoE) or family.norm_placement == "post"
+        assert (why_not_config(family) is not None) == refused
+
+
+@pytest.mark.parametrize("part", ["attention", "ffn", "norm", "positions", "model"])
+def test_a_new_field_is_refused_by_name(part, monkeypatch):
+    kind = ModelConfig if part == "model" else type(getattr(PLAIN, part))
+
+    @dataclass(frozen=True)
+    class Extended(kind):
+        logit_softcap: float = 30.0
+
+    old = PLAIN if part == "model" else getattr(PLAIN, part)
+    new = Extended(**{f.name: getattr(old, f.name) for f in dataclasses.fields(old) if f.init})
+    config = new if part == "model" else dataclasses.replace(PLAIN, **{part: new})
+    assert why_not_config(config) == "Extended in the config"
+    monkeypatch.setitem(HANDLED, Extended, HANDLED[kind])  # or, a field of our own class
+    assert why_not_config(config) == "the config's field logit_softcap, which it does not know"
+
+
+# Weights side by side
+
+
+def test_joined_weights_keep_their_values_and_are_read_as_one():
+    model = build(FAMILIES["llama"], dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attn = model.layers[0].attn
+    linears = [attn.q_proj, attn.k_proj, attn.v_proj]
+    assert as_one_matrix([m.weight for m in linears]) is None
+    join_weights(model)
+    whole = as_one_matrix([m.weight for m in linears])
+    torch.testing.assert_close(whole, torch.cat([m.weight for m in linears]))
+    assert whole.data_ptr() == attn.q_proj.weight.data_ptr()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_neighbours_by_chance_are_not_read_as_one():
+    block = torch.randn(6, 4)
+    first, second = block[:3].clone(), block[3:].clone()
+    assert as_one_matrix([first, second]) is None
+    assert as_one_matrix([block[3:], block[:3]]) is None
+    assert torch.equal(as_one_matrix([block[:2], block[2:5]]), block[:5])
+
+
+@pytest.mark.parametrize("how", [accelerate, plain])
+def test_a_replaced_or_hooked_projection_is_called(how):
+    model = how(build(PLAIN, dtype=torch.float32))
+    tokens, called = ids(1, 4), []
+    expected = model(tokens)
+    model.layers[0].attn.k_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(tokens), expected)
+    assert called == [1]
+    model.layers[0].attn.v_proj = Zero()
+    assert not torch.allclose(model(tokens), expected)
