@@ -116,7 +116,7 @@ def use_commands(directory):
         "verify": command("account", "gpt2-xl", "--verify"),
         "asked for": command(*train, "--steps", 2, "--out", run / "2", "train.accelerate=true"),
         "left out": command(*train, "--steps", 2, "--out", run / "3", "train.accelerate=false"),
-        "explain": command("explain", run),
+        "explain": command("explain", directory / "back"),
     }
 
 
