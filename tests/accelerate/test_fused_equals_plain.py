@@ -21,6 +21,7 @@ from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import GREEDY, generate
 from scratchlm.model import QuestionAnswering, SequenceClassifier
+from scratchlm.training import Learner, TrainConfig
 from tiny_models import FAMILIES, PLAIN, build, ids
 
 NAMES = [fusion.name for fusion in FUSIONS]
@@ -294,6 +295,43 @@ def test_heads_of_other_tasks_are_accelerated_and_the_same(monkeypatch, kind):
     accelerate(model)
     assert any(row.reason is None for row in explain(model))
     assert_equal(run(), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-residual"])
+def test_a_precision_means_the_same_with_and_without(precision):
+    """The residual stream between layers, and what comes of it."""
+    found = []
+    for accelerated in (False, True):
+        model = build(ODD, dtype=torch.float32).to(DEVICE)
+        settings = TrainConfig(steps=1, batch_size=2, precision=precision, accelerate=accelerated)
+        learner, streams = Learner(model, settings), []
+        model.layers[0].register_forward_pre_hook(
+            lambda module, given, streams=streams: streams.append(given[0].dtype)
+        )
+        tokens = ids(2, 9, ODD).to(DEVICE)
+        with learner.autocast():
+            loss = learner.loss(tokens, tokens)
+        found.append((streams, loss.item()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["plain", "gpt2"])
+def test_second_derivatives_are_right_or_refused(family):
+    def second(model):
+        loss = model.loss(tokens, tokens.roll(-1, 1))
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    config = FAMILIES[family]
+    tokens = ids(2, 5, config)
+    expected = second(build(config, "reference"))
+    try:
+        got = second(accelerate(build(config)))
+    except RuntimeError:
+        return
+    assert_equal(got, expected, 1e-6)
 
 
 # In place, and back

@@ -229,6 +229,44 @@ def test_a_wrapper_that_changes_nothing_changes_nothing(name):
     assert not missed, "\n".join(missed)
 
 
+# Functions of functions
+
+
+@modes
+@models
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's attention, by vmap
+def test_a_model_can_be_transformed(name, mode):
+    """`torch.func` finds the gradients of functions of the weights, also each row's by `vmap`."""
+    model = build(name, mode, dtype=torch.float64, num_layers=1)
+    weights, tokens = dict(model.named_parameters()), tokens_for(model)
+
+    def loss_of(weights, tokens):
+        with torch.nn.utils.stateless._reparametrize_module(model, weights):
+            return model.loss(tokens, tokens.roll(-1, 1))
+
+    expected = torch.autograd.grad(loss_of(weights, tokens), weights.values())
+    got = torch.func.grad(loss_of)(weights, tokens)
+    for n, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(got[n], gradient, msg=n)
+    if name == "mixtral":
+        return  # its load-balancing loss is a statistic of all rows
+    by_row = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(weights, tokens[:, None])
+    for n, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(by_row[n].mean(0), gradient, msg=n)
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt2", "post-norm"])
+def test_the_plain_model_has_second_derivatives(name):
+    model, formulas = make(name, dtype=torch.float64), make(name, "reference", dtype=torch.float64)
+    for m in (model, formulas):
+        tokens = tokens_for(m)
+        loss = m.loss(tokens, tokens.roll(-1, 1))
+        first = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+    for (n, p), q in zip(model.named_parameters(), formulas.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=n)
+
+
 # By kernels: a CPU taken for a GPU that trains
 
 
