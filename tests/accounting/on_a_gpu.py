@@ -5,8 +5,6 @@ then. `kernels_on_a_gpu` answers for a GPU and puts the stand-ins where the kern
 Their values count only as far as the memory does: some results and gradients are zeros.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
@@ -19,13 +17,12 @@ KERNELS = "scratchlm.accelerate.kernels"
 ROWS = 16  # a kernel's program holds a row; a stand-in a few
 
 
-def kernels_on_a_gpu(monkeypatch, execution, d_head, own_attention=False):
-    """Let accelerated models on the CPU run as on a GPU; `own_attention`: QKV to output in one."""
+def kernels_on_a_gpu(monkeypatch, execution, d_head):
+    """Let accelerated models on the CPU run as on a GPU."""
     monkeypatch.setattr(conditions, "trains_by_kernel", lambda x: True)
     monkeypatch.setattr(conditions, "compute_dtype", compute_dtype)
     monkeypatch.setattr(FastOps, "rms_norm", torch_rms_norm)
     monkeypatch.setattr(attention_kernels, "attend", attend)
-    monkeypatch.setattr(f"{KERNELS}.triton.embedding.embedding", embedding)
     monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.rms_norm", rms_norm)
     monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.add_rms_norm", AddNorm.apply)
     monkeypatch.setattr(f"{KERNELS}.triton.qkv_norm_rope.qkv_norm_rope", qkv_norm_rope)
@@ -38,10 +35,8 @@ def kernels_on_a_gpu(monkeypatch, execution, d_head, own_attention=False):
     monkeypatch.setattr(hopper, "HEAD", d_head)
     monkeypatch.setattr(hopper, "why_no_qkv_rope", lambda x, dtype: None)
     monkeypatch.setattr(hopper, "supports_rope_tables", lambda cos: True)
-    reason = None if own_attention else "cuDNN's is faster"
-    monkeypatch.setattr(hopper, "why_no_attention", lambda x, num_heads: reason)
+    monkeypatch.setattr(hopper, "why_no_attention", lambda x, num_heads: None)
     monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.rope_tables", rope_tables)
-    monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.qkv_rope", qkv_rope)
     monkeypatch.setattr(f"{KERNELS}.hopper.qkv_rope.qkv_rope_attention", qkv_rope_attention)
 
 
@@ -57,23 +52,6 @@ def accelerated_model(config, execution, dtype=None):
 
 def compute_dtype(x):
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-
-
-class Embedding(torch.autograd.Function):
-    """A lookup: it keeps the ids."""
-
-    @staticmethod
-    def forward(ctx, ids, weight, padding_id, out_dtype):
-        ctx.save_for_backward(ids)
-        ctx.like = partial(torch.zeros, weight.shape, dtype=weight.dtype)
-        return F.embedding(ids, weight).to(out_dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, ctx.like(), None, None
-
-
-embedding = Embedding.apply
 
 
 # Norms
@@ -197,24 +175,6 @@ def qkv_norm_rope(qkv, cos, sin, norm, num_heads, interleaved):
 
 def rope_tables(cos, sin, interleaved):
     return torch.stack((cos, sin))
-
-
-class QkvRope(torch.autograd.Function):
-    """Queries, keys and values as views of one product, RoPE its epilogue."""
-
-    @staticmethod
-    def forward(ctx, x, w, cos, sin, heads, kv_heads):
-        ctx.save_for_backward(x, w, cos, sin)
-        return split_heads(F.linear(x, w), heads, kv_heads)
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        x, w, _, _ = ctx.saved_tensors
-        return *product_gradients(x, w), None, None, None, None
-
-
-def qkv_rope(x, w, tables, num_heads, interleaved):
-    return QkvRope.apply(x, w, *tables[:2], *num_heads)
 
 
 class QkvRopeAttention(torch.autograd.Function):

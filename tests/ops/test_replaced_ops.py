@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from accelerate import paths
-from accelerate.paths import PATHS, differs, generated, tokens_for
+from acceleration import paths
+from acceleration.paths import PATHS, differs, generated, tokens_for
 from scratchlm import config as c
 from scratchlm.accelerate import accelerate
 from scratchlm.model import MoE

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.gpu import compiled_lines
+from acceleration.gpu import compiled_lines
 from scratchlm.accelerate.kernels.triton import adamw as kernel
 from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.training import AdamW, TrainConfig, make_optimizers, take_step

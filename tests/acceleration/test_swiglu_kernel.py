@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from accelerate.gpu import compiled_lines, on_hopper, relative_error
+from acceleration.gpu import compiled_lines, on_hopper, relative_error
 from scratchlm.accelerate.kernels.hopper import swiglu as kernels
 from scratchlm.ops import reference
 

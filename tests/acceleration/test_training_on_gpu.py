@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accelerate.gpu import on_hopper, relative_error
+from acceleration.gpu import on_hopper, relative_error
 from scratchlm import ModelConfig
 from scratchlm.accelerate import FUSIONS, accelerate, explain
 from scratchlm.data import Batch

@@ -6,7 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, and a CPU counts as a GPU
 import pytest
 import torch
 
-from accelerate.gpu import register_on_cpu, use_kernels_on_cpu
+from acceleration.gpu import register_on_cpu, use_kernels_on_cpu
 from scratchlm.accelerate import accelerate
 from scratchlm.accelerate.kernels.triton import qkv_norm_rope, rms_norm, swiglu_gate
 from scratchlm.training.learner import apply_checkpointing

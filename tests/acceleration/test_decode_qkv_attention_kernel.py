@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerate.gpu import on_hopper, relative_error
+from acceleration.gpu import on_hopper, relative_error
 from scratchlm.accelerate.kernels.hopper import decode_qkv_attention as kernel
 from scratchlm.ops import reference
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from accelerate.gpu import compiled_lines
+from acceleration.gpu import compiled_lines
 from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels.triton import decode, decode_attention, decode_batch
 from scratchlm.accelerate.kernels.triton.argmax import argmax

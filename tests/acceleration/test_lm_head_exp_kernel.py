@@ -7,7 +7,7 @@ Nothing interprets it on a CPU: `compile_gluon.py` compiles it there, and in
 import pytest
 import torch
 
-from accelerate.gpu import on_hopper, relative_error
+from acceleration.gpu import on_hopper, relative_error
 from scratchlm.accelerate.kernels.hopper.lm_head_exp import CAP, lm_head_exp
 
 SIZES = [(128, 64, 128), (640, 320, 200), (1000, 104, 328), (4096, 768, 2304)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from accelerate.gpu import register_on_cpu
+from acceleration.gpu import register_on_cpu
 from scratchlm.accelerate import accelerate, conditions, fp8
 from scratchlm.accelerate.kernels.triton import fp8_quantize as quantize
 from scratchlm.accelerate.kernels.triton import swiglu_gate as gate

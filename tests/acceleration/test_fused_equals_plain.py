@@ -12,8 +12,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from accelerate.as_gpu import DEVICE, take_for_a_gpu
-from accelerate.gpu import on_hopper
+from acceleration.as_gpu import DEVICE, take_for_a_gpu
+from acceleration.gpu import on_hopper
 from scratchlm import ModelConfig
 from scratchlm import config as c
 from scratchlm.accelerate import FUSIONS, Fusion, accelerate, explain, plain
@@ -36,7 +36,6 @@ GPT2 = ODD.replace(norm=c.LayerNorm(), ffn=c.MLP(bias=True), positions=c.Learned
 CASES = {
     "qkv_norm_rope": {"plain": ODD, "qwen3": QWEN3, "biases": BIASED},
     "qkv_joined": {"gpt2": GPT2, "no positions": BIASED.replace(positions=c.NoPositions())},
-    "embedding": {"plain": ODD, "learned": GPT2, "tied": ODD.replace(tie_embeddings=True)},
     "rms_norm": {"plain": ODD, "post-norm": ODD.replace(norm_placement="post"), "qwen3": QWEN3},
     "swiglu_gate": {"plain": ODD, "biases": BIASED},
     "add_rms_norm": {"plain": ODD, "qwen3": QWEN3},
@@ -48,9 +47,8 @@ SHADOWED = {
     "qkv_joined": {"plain": ODD, "gpt2": GPT2},
 }
 ELSEWHERE = {
-    "fp8_linear": "tests/accelerate/test_fp8.py",
-    "fp8_swiglu": "tests/accelerate/test_fp8.py",
-    "qkv_rope": "needs a Hopper GPU",
+    "fp8_linear": "tests/acceleration/test_fp8.py",
+    "fp8_swiglu": "tests/acceleration/test_fp8.py",
     "qkv_rope_attention": "needs a Hopper GPU",
     "swiglu_gemm": "needs a Hopper GPU",
 }

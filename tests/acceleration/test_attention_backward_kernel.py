@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from accelerate.gpu import on_hopper, relative_error
-from accelerate.qkv_rope_formula import (
+from acceleration.gpu import on_hopper, relative_error
+from acceleration.qkv_rope_formula import (
     CALLS,
     LAYOUTS,
     causal_attention,

@@ -34,22 +34,6 @@ def relative_error(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-def loss_and_gradients(model, ids, **more):
-    """Return the loss of one step under autocast, and every parameter's gradient."""
-    model.zero_grad()
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        value = model.loss(ids, ids, **more)
-    value.backward()
-    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def record_calls(monkeypatch, module, name):
-    """Return the list of calls of a module's function from now on: the arguments of each."""
-    calls, run = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: (calls.append(args), run(*args))[1])
-    return calls
-
-
 def compiled_lines(program, *arguments):
     """Return what a program beside this file prints, compiling without Triton's interpreter."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}

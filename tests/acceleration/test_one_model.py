@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from accelerate.as_gpu import DEVICE, take_for_a_gpu
-from accelerate.paths import (
+from acceleration.as_gpu import DEVICE, take_for_a_gpu
+from acceleration.paths import (
     CALLS,
     CHANGES,
     MODELS,

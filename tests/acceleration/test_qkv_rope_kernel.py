@@ -6,8 +6,8 @@ What is around it, and its gradients: `test_attention_backward_kernel.py`.
 import pytest
 import torch
 
-from accelerate.gpu import on_hopper, relative_error
-from accelerate.qkv_rope_formula import LAYOUTS, random_tables, unpack_tables
+from acceleration.gpu import on_hopper, relative_error
+from acceleration.qkv_rope_formula import LAYOUTS, random_tables, unpack_tables
 from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope_gemm, rope_tables
 from scratchlm.ops import reference
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accelerate.gpu import use_kernels_on_cpu
+from acceleration.gpu import use_kernels_on_cpu
 from scratchlm.accelerate import accelerate
 from scratchlm.accelerate.kernels.triton import rms_norm as kernel
 from scratchlm.accelerate.kernels.triton.rms_norm import (
