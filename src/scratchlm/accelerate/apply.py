@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scratchlm.accelerate.decoding import why_not_decoder
 from scratchlm.accelerate.table import ACCELERATED, FUSIONS, FUSIONS_OF, PLAIN_TYPES
@@ -106,7 +107,8 @@ def explain(
 
 def _rows_of(name: str, module: nn.Module, x: Tensor, context: ForwardContext) -> list[Row]:
     if type(module) in ACCELERATED:
-        return [Row(name, f.name, "not accelerated") for f in _fusions_of_plain(type(module))]
+        fusions = FUSIONS_OF[ACCELERATED[type(module)]]
+        return [Row(name, fusion.name, "not accelerated") for fusion in fusions]
     kind = next((base for base in type(module).__mro__ if base in FUSIONS_OF), None)
     rows: list[Row] = []
     running = ""
@@ -119,17 +121,12 @@ def _rows_of(name: str, module: nn.Module, x: Tensor, context: ForwardContext) -
     return rows
 
 
-def _fusions_of_plain(cls: type[nn.Module]) -> list:  # type: ignore[type-arg]
-    return FUSIONS_OF[ACCELERATED[cls]]
-
-
 def _example(module: nn.Module, weight: Tensor, batch: int, seq: int) -> Tensor:
     """Return a tensor like the module's input, without memory of its own."""
-    if hasattr(module, "num_embeddings") or hasattr(module, "padding_id"):
-        return torch.zeros(1, dtype=torch.int64, device=weight.device).expand(batch, seq)
     inner = getattr(module, "weight", None)
     width = inner.shape[-1] if isinstance(inner, Tensor) else getattr(module, "d_model", 0)
     for part in ("w1", "ln2", "lm_head"):  # of a feed-forward layer, a block, a model
         found = getattr(getattr(module, part, None), "weight", None)
         width = width or (found.shape[-1] if isinstance(found, Tensor) else 0)
-    return torch.empty(batch, seq, max(int(width), 1), device=weight.device, dtype=weight.dtype)
+    with FakeTensorMode():
+        return torch.empty(batch, seq, max(int(width), 1), device=weight.device, dtype=weight.dtype)

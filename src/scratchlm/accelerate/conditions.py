@@ -26,9 +26,10 @@ def why_no_kernel(x: Tensor) -> str | None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that x is multiplied in: autocast's, where it is on."""
-    kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else x.dtype
+    device = x.device.type
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def joined_weight(shadow: Tensor | None, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

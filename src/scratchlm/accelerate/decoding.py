@@ -154,8 +154,12 @@ class Unchanged:
         self._modules = modules
         self._classes = [type(m) for m in modules]
         self._attributes = [m.__dict__ for m in modules]
+        self._ops = self._op_sets()
         self._children = [m._modules for m in modules if m._modules]
         self._found = self._submodules()
+
+    def _op_sets(self) -> list[object]:
+        return [attributes.get("ops") for attributes in self._attributes]
 
     def _submodules(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(children.values() for children in self._children))
@@ -166,5 +170,6 @@ class Unchanged:
             and self._submodules() == self._found
             and not any(["forward" in attributes for attributes in self._attributes])
             and [type(m) for m in self._modules] == self._classes
+            and self._op_sets() == self._ops
             and not has_global_hooks()
         )

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -131,9 +130,7 @@ def has_fast_ops(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules; compiled code does not know them."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether hooks are registered for all modules."""
     return bool(
         nn_module._global_forward_hooks
         or nn_module._global_forward_pre_hooks

@@ -12,7 +12,7 @@ from scratchlm.ops.ranges import can_look
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """y = W_g x, with a matrix for each group of rows; group g ends before row `ends[g]`."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         x, weight = x.to(low), weight.to(low)
     if _supports_grouped_mm(x, weight):
