@@ -28,9 +28,9 @@ from torch import Tensor
 from peers import hugging_face
 from results import table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
+from scratchlm.accelerate.graph_decoder import GraphDecoder
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.config import PRESETS
-from scratchlm.inference.decoder import GraphDecoder
 
 PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 16, 30
 COMPILED_LAYERS = 28  # the most that transformers is compiled with: more takes minutes
@@ -330,10 +330,10 @@ def prefill() -> str:
 
     def with_cache() -> Tensor:
         cache.reset()
-        return model.head(model.hidden(ids, cache=cache)[:, -1])
+        return model.lm_head(model.hidden(ids, cache=cache)[:, -1])
 
     def without() -> Tensor:
-        return model.head(model.hidden(ids)[:, -1])
+        return model.lm_head(model.hidden(ids)[:, -1])
 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from scratchlm.inference.decoder import GraphDecoder
-from scratchlm.model.fused import FusedStep
 
 from results import table
 from scratchlm import ModelConfig, TransformerLM
+from scratchlm.accelerate.gpu_decode import GPUStep
+from scratchlm.accelerate.graph_decoder import GraphDecoder
 from scratchlm.accelerate.kernels.triton.decode_tiles import (
     KVSplits,
     Tile,
@@ -108,7 +108,7 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
     rows = []
     for name, config in shapes.items():
         model = build(config)
-        step = FusedStep(model, model.new_cache(1, PROMPT + STEPS), pdl=True, greedy=True)
+        step = GPUStep(model, model.new_cache(1, PROMPT + STEPS), pdl=True, greedy=True)
         length = PROMPT + STEPS // 2
         step.lengths.fill_(length)
         whole = 0.0
@@ -143,7 +143,7 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
 Part = tuple[Callable[[], object], int, float]
 
 
-def _parts(step: FusedStep, config: ModelConfig, length: int) -> dict[str, Part]:
+def _parts(step: GPUStep, config: ModelConfig, length: int) -> dict[str, Part]:
     d, heads = config.d_model, config.num_heads * config.d_head
     kv = config.num_kv_heads * config.d_head
     x, y = step.x
@@ -263,7 +263,7 @@ def _tune_one(
 
     def measured(tiles: dict[str, Tile], spread: KVSplits | None) -> float:
         try:
-            decoder = GraphDecoder(model, cache, tiles=tiles, spread=spread)
+            decoder = GraphDecoder(model, cache, tiles=tiles, kv_splits=spread)
             cache.length = 192
             decoder.step([1])
             return replay_seconds(decoder._recorded[decoder.reach])
@@ -276,7 +276,7 @@ def _tune_one(
     def compile_ahead(tiles: dict[str, Tile], spread: KVSplits | None) -> None:
         if time.perf_counter() < deadline:
             cache = model.new_cache(1, TUNED_CAPACITY)
-            FusedStep(model, cache, pdl=True, tiles=tiles, spread=spread).run()
+            GPUStep(model, cache, pdl=True, tiles=tiles, kv_splits=spread).run()
 
     time_now = first = measured(best, spread)
     print(f"{name}, {layers} layers: {1e6 * first:.0f} us by the rule", flush=True)

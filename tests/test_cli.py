@@ -1,5 +1,6 @@
 """The command line as a whole: quick to answer, one line for a mistake, a traceback for a bug."""
 
+import json
 import subprocess
 import sys
 
@@ -40,6 +41,8 @@ def test_help_waits_for_nothing_heavy():
         ["config"],
         ["presets", "--colour"],
         ["account", "gpt3"],
+        ["explain", "gpt3"],
+        ["explain", "gpt2", "--batch", "0"],
         ["generate", "no-such-model", "--prompt", "x"],
     ],
     ids=" ".join,
@@ -61,6 +64,20 @@ def test_config_prints_what_config_reads(tmp_path):
     path = tmp_path / "model.json"
     path.write_text(scratchlm("config", "llama3.2-1b", "--json").stdout)
     assert scratchlm("config", str(path)).stdout == text
+
+
+def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run():
+    text = scratchlm("explain", "gpt2", "--device", "cpu", "--context", "128").stdout
+    rows = json.loads(scratchlm("explain", "gpt2", "--device", "cpu", "--json").stdout)
+    reasons = {row["fusion"]: row["reason"] for row in rows}
+    assert {"qkv_rope_attention", "qkv_joined", "cpu_decode", "gpu_decode"} <= reasons.keys()
+    assert reasons["chunked_lm_head_loss"] is None
+    assert reasons["cpu_decode"] is None
+    assert reasons["qkv_norm_rope"] == "no current CUDA device with Triton"
+    assert reasons["gpu_decode"] == "a model on cpu"
+    assert all(name in text for name in reasons)
+    assert "no current CUDA device with Triton" in text
+    assert "layers.0" not in text  # the first layer stands for all
 
 
 def test_presets_names_them_all():

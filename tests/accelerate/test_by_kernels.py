@@ -8,12 +8,7 @@ import torch
 
 from accelerate.gpu import register_on_cpu, use_kernels_on_cpu
 from scratchlm.accelerate import accelerate
-from scratchlm.accelerate.kernels.triton import (
-    embedding,
-    qkv_norm_rope,
-    rms_norm,
-    swiglu_gate,
-)
+from scratchlm.accelerate.kernels.triton import qkv_norm_rope, rms_norm, swiglu_gate
 from scratchlm.training.learner import apply_checkpointing
 from tiny_models import FAMILIES, build, ids
 
@@ -29,7 +24,6 @@ register_on_cpu(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = {
-    "embedding": embedding,
     "rms_norm": rms_norm,
     "add_rms_norm": rms_norm,
     "qkv_norm_rope": qkv_norm_rope,

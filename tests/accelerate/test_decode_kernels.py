@@ -219,11 +219,13 @@ def test_argmax_returns_the_first_of_equal_maxima():
     logits[1, 44] = 9.0
     logits[2] = -math.inf
     logits[2, 17] = -1e30
-    ids = torch.full((3,), -1, device=DEVICE)
+    ids, previous = (torch.full((3,), -1, device=DEVICE) for _ in range(2))
     partial = torch.zeros(3 * 4 * 2, device=DEVICE)
     tickets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        argmax[(4, 3)](logits, partial, tickets, ids, 45, 12, 16, 4, False)
+        before = ids.clone()
+        argmax[(4, 3)](logits, partial, tickets, ids, previous, 45, 12, 16, 4, False)
+        assert torch.equal(previous, before)
         assert ids.tolist() == [13, 44, 17]
 
 

@@ -183,6 +183,18 @@ def test_a_model_learns_in_eight_bits(compile_how):
     assert losses["fp8"] < 2.0  # from log 64 = 4.2
 
 
+def test_gradients_have_the_wider_range_of_e5m2():
+    """10⁻⁷ of the largest is 0 in e4m3, and is not lost."""
+    x = torch.randn(16, 16, device=DEVICE, requires_grad=True)
+    grad_output = torch.ones(16, 16, device=DEVICE, dtype=torch.bfloat16)
+    grad_output[1] = 1e-7
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = fp8_linear(torch.ones(16, 16, device=DEVICE))(x)
+    (found,) = torch.autograd.grad(y, x, grad_output)
+    assert error(found[0], torch.full_like(found[0], 16)) < 0.1
+    assert error(found[1], torch.full_like(found[1], 16e-7)) < 0.3
+
+
 def test_a_plain_model_is_refused():
     config = ModelConfig(64, 16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
     with pytest.raises(ScratchLMError, match="needs an accelerated model"):

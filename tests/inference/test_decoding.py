@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from inference.test_sampling import SAMPLINGS
-from inference.tiny import END, Scripted, byte_tokenizer, tiny_model
+from inference.tiny import END, byte_tokenizer, scripted_model, tiny_model
+from scratchlm import acceleration
 from scratchlm.inference import (
     GREEDY,
     Sampling,
@@ -50,6 +51,26 @@ def test_every_family_generates_the_same_with_and_without_cache(name):
     assert tokens(cached) == tokens(
         generate(model, [[1, 2], [3, 4, 5, 6]], max_new_tokens=12, seed=0, use_cache=False)
     )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_generates_the_same_with_and_without_acceleration(name, monkeypatch):
+    model = build(FAMILIES[name], dtype=torch.float32)
+    options = {"max_new_tokens": 12, "sampling": GREEDY}
+    decoders, make = [], acceleration.make_decoder
+
+    def make_decoder(*given):
+        decoders.append(make(*given))
+        return decoders[-1]
+
+    monkeypatch.setattr(acceleration, "make_decoder", make_decoder)
+    fast = generate(model, [[1, 2], [3, 4, 5, 6]], **options)
+    assert decoders
+    assert (decoders[0] is None) == (name in ("mistral", "mixtral", "post-norm"))
+    made = len(decoders)
+    plain = generate(model, [[1, 2], [3, 4, 5, 6]], accelerate=False, **options)
+    assert tokens(plain) == tokens(fast)
+    assert len(decoders) == made
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "mixtral"])
@@ -149,7 +170,7 @@ def test_without_a_limit_a_row_fills_the_context():
 
 def say(text, stop=(), **options):
     tokenizer = byte_tokenizer()
-    model = Scripted(tokenizer.encode(text), tokenizer.vocab_size)
+    model = scripted_model(tokenizer.encode(text), tokenizer.vocab_size)
     pieces = list(stream(model, "x", tokenizer=tokenizer, stop=stop, sampling=GREEDY, **options))
     return [piece.text for piece in pieces], pieces[-1]
 
@@ -206,7 +227,7 @@ def test_an_empty_prompt_begins_at_end_of_text():
 
 
 def test_a_token_the_tokenizer_does_not_know_is_shown_as_unknown():
-    model = Scripted([97, 259, 98], 260)
+    model = scripted_model([97, 259, 98], 260)
     rows = generate(model, [97], tokenizer=byte_tokenizer(), max_new_tokens=3, sampling=GREEDY)
     assert rows[0].text == "a\ufffdb"
 

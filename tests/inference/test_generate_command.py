@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from inference.test_chat import CHATML
 from inference.tiny import byte_tokenizer, tiny_model
+from scratchlm import acceleration
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli import app
 
@@ -44,8 +45,26 @@ def test_generate_prints_the_continuation_and_a_seed_repeats_it(run):
     assert first.exit_code == 0
     assert call(*options).stdout == first.stdout
     assert call(*options, "--no-cache").stdout == first.stdout
+    assert call(*options, "--no-accelerate").stdout == first.stdout
     assert call(*options[:3], "-", *options[4:], stdin="ab").stdout == first.stdout
     assert call(*options[:-1], "4").stdout != first.stdout
+
+
+def test_no_accelerate_leaves_the_model_plain_and_makes_no_decoder(run, monkeypatch):
+    made = []
+    for name in ("accelerate", "make_decoder"):
+        real = getattr(acceleration, name)
+
+        def recorded(*given, real=real, name=name):
+            made.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(acceleration, name, recorded)
+    options = ["generate", run, "-p", "ab", "--max-new-tokens", "3", "--seed", "3"]
+    assert call(*options, "--no-accelerate").exit_code == 0
+    assert made == []
+    assert call(*options).exit_code == 0
+    assert made == ["accelerate", "make_decoder"]
 
 
 def test_json_holds_every_sample_with_its_tokens_and_logprobs(run):

@@ -7,6 +7,9 @@ import torch
 
 from inference.tiny import END, byte_tokenizer, tiny_model
 from interop.hf_models import hf_model
+from scratchlm import TransformerLM
+from scratchlm.accelerate.cpu_decode import as_one_matrix
+from scratchlm.accelerate.models import AcceleratedTransformerLM
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
@@ -34,6 +37,18 @@ def test_a_checkpoint_of_every_family_gives_the_same_logits(tmp_path, family):
     assert loaded.tokenizer is None
     with pytest.raises(ScratchLMError, match="text needs a tokenizer"):
         loaded.need_tokenizer()
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_a_loaded_model_is_accelerated_unless_told_not_to(tmp_path, accelerated):
+    path = write(tmp_path, 1, tiny_model(), tokenizer=False)
+    model = load_model(path, accelerate=accelerated).model
+    assert (type(model) is AcceleratedTransformerLM) == accelerated
+    assert (type(model) is TransformerLM) != accelerated
+    attn = model.layers[0].attn
+    joined = as_one_matrix([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
+    assert (joined is not None) == accelerated
+    assert torch.equal(model(torch.tensor([[1, 2]])), tiny_model()(torch.tensor([[1, 2]])))
 
 
 def test_a_run_gives_its_newest_whole_checkpoint(tmp_path):

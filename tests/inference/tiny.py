@@ -39,23 +39,23 @@ def tiny_model(
     return model.eval()
 
 
-class Scripted(TransformerLM):
-    """A model that says a fixed text, whatever it is asked: token n follows n tokens."""
+class ScriptedHead(torch.nn.Module):
+    """A head whose n-th call gives the n-th token of a script, whatever it is asked."""
 
-    def __init__(self, script: list[int], vocab_size: int, context_length: int = 4096) -> None:
-        super().__init__(
-            ModelConfig(
-                vocab_size=vocab_size,
-                context_length=context_length,
-                d_model=8,
-                num_layers=1,
-                num_heads=1,
-            )
-        )
-        self.script, self.num_generated = script, 0
+    def __init__(self, script: list[int], vocab_size: int) -> None:
+        super().__init__()
+        self.script, self.vocab_size, self.num_generated = script, vocab_size, 0
 
-    def head(self, hidden):
-        logits = torch.full((len(hidden), self.config.vocab_size), -math.inf)
+    def forward(self, hidden):
+        logits = torch.full((len(hidden), self.vocab_size), -math.inf)
         logits[:, self.script[min(self.num_generated, len(self.script) - 1)]] = 0.0
         self.num_generated += 1
         return logits
+
+
+def scripted_model(script: list[int], vocab_size: int, context_length: int = 4096) -> TransformerLM:
+    """A model that says a fixed text."""
+    sizes = {"d_model": 8, "num_layers": 1, "num_heads": 1}
+    model = TransformerLM(ModelConfig(vocab_size, context_length, **sizes))
+    model.lm_head = ScriptedHead(script, vocab_size)
+    return model

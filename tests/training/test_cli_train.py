@@ -11,6 +11,7 @@ import tomllib
 import pytest
 import torch
 
+from scratchlm import acceleration
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main
 from scratchlm.cli.threads import SPIN_COUNT, limit_openmp_spinning
@@ -154,6 +155,36 @@ def test_presets_sizes_configs_and_overrides(cli, tmp_path):
     assert (model.num_heads, model.d_model, model.vocab_size) == (12, 24, 12)
 
 
+@pytest.mark.parametrize(
+    ("choice", "accelerated"),
+    [((), True), (("--no-accelerate",), False), (("train.accelerate=false",), False)],
+    ids=["default", "flag", "setting"],
+)
+def test_a_run_is_accelerated_unless_told_not_to(cli, tmp_path, monkeypatch, choice, accelerated):
+    calls, real = [], acceleration.accelerate
+    monkeypatch.setattr(acceleration, "accelerate", lambda m: (calls.append(1), real(m))[1])
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    command = ("train", data, "--out", run, "--steps", 1, *SMALL, *choice)
+    code, _, err = cli(*command)
+    assert code == 0, err
+    config = tomllib.loads((run / "config.toml").read_text())
+    assert config["train"]["accelerate"] == accelerated
+    assert bool(calls) == accelerated
+
+
+def test_settings_that_cannot_apply_are_one_line_and_leave_no_run(cli, tmp_path):
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    for setting, message in (
+        ("train.cuda_graph=true", "train.cuda_graph needs a CUDA device; the model is on cpu"),
+        ("train.precision=fp8", "train.precision=fp8 needs a CUDA device; the model is on cpu"),
+        ("train.checkpointed_layers=1", "train.checkpointed_layers needs train.checkpointing"),
+    ):
+        code, _, err = cli("train", data, "--out", run, "--device", "cpu", *SMALL, setting)
+        assert code == 2
+        assert err.splitlines()[-1] == f"error: {message}"
+        assert not (run / "config.toml").exists()
+
+
 def test_a_config_file_may_set_everything(cli, tmp_path):
     data = write_data(tmp_path / "data")
     wanted = tmp_path / "all.toml"
@@ -187,7 +218,10 @@ WRONG = {
     "no tokenizer": (("TEXT", "--tokenizer", "nope"), "nope does not exist"),
     "empty": (("EMPTY",), "the file is empty"),
     "binary": (("BINARY",), "BINARY"),
-    "bad ops": (("DATA", "--ops", "slow"), "ops must be an Ops or one of"),
+    "bad ops": (
+        ("DATA", "--ops", "slow"),
+        "ops must be a set of ops or one of reference, fast; got 'slow'",
+    ),
     "micro": (("DATA", "train.micro_batch_size=999"), "must not exceed batch_size"),
 }
 
@@ -220,7 +254,7 @@ def test_a_run_says_why_its_attention_is_slower(cli, tmp_path, text, monkeypatch
     command = ("train", text, "--out", tmp_path / "run", "--steps", 1, "--vocab-size", 280, *size)
     code, _, err = cli(*command)
     assert code == 0, err
-    assert ("ours was not to be had: no C++ compiler" in err) == told
+    assert ("ours is not available: no C++ compiler" in err) == told
 
 
 def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):

@@ -159,7 +159,7 @@ def test_decay_acts_on_matrices_only_and_every_parameter_is_moved_by_one_optimiz
         assert id(model.layers[0].attn.q_proj.weight) in hidden
 
 
-def test_the_twins_train_a_model_alike():
+def test_fast_and_written_out_optimizers_train_a_model_alike():
     losses = {}
     for kind in ("adamw", "muon"):
         for fast in (True, False):

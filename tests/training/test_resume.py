@@ -28,6 +28,8 @@ VARIANTS = {
     "muon": (replace(SETTINGS, optimizer="muon"), MODEL),
     "average, micro-batches": (replace(SETTINGS, ema=0.9, micro_batch_size=3), MODEL),
     "experts, wsd": (replace(SETTINGS, schedule="wsd"), MODEL.replace(ffn=MoE(4, 2))),
+    "not accelerated": (replace(SETTINGS, accelerate=False), MODEL),
+    "shares": (replace(SETTINGS, shares=2), MODEL),
     "tied": (SETTINGS, MODEL.replace(tie_embeddings=True)),
 }
 

@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from scratchlm import ModelConfig
+from scratchlm import ModelConfig, TransformerLM, acceleration
+from scratchlm.accelerate import accelerate
+from scratchlm.accelerate.models import AcceleratedTransformerLM
 from scratchlm.config import MoE
 from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
+from scratchlm.training.learner import apply_precision, check_applicable
 from scratchlm.training.recording import RecordedBackward
 from training.tiny import MODEL, make_learner, state_of
 
@@ -297,7 +300,76 @@ def test_a_model_trained_low_still_answers_in_full_precision(precision):
     model = build_model(config, 0, "cpu")
     with torch.no_grad():
         plain = model(tokens)
-        learner = Learner(model, TrainConfig(precision=precision))
-        torch.testing.assert_close(learner.model(tokens), plain)
-        with learner.autocast():
-            assert learner.model.hidden(tokens).dtype == torch.bfloat16
+        for prepare in (accelerate, acceleration.plain):
+            apply_precision(prepare(model), precision)
+            torch.testing.assert_close(model(tokens), plain)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert model.hidden(tokens).dtype == torch.bfloat16
+            if precision == "fp8":  # for accelerated models
+                break
+
+
+# Settings that cannot apply
+
+REFUSED = {
+    "cuda_graph": ({"cuda_graph": True}, "cpu", "train.cuda_graph needs a CUDA device"),
+    "cuda_graph, micro-batches": (
+        {"cuda_graph": True, "batch_size": 4, "micro_batch_size": 2},
+        "cuda",
+        "train.cuda_graph .* train.micro_batch_size must be train.batch_size=4; got 2",
+    ),
+    "shares": ({"shares": 2}, "cuda", "train.shares is for a CPU; the model is on cuda"),
+    "fp8": ({"precision": "fp8"}, "cpu", "train.precision=fp8 needs a CUDA device"),
+    "fp8, plain": (
+        {"precision": "fp8", "accelerate": False},
+        "cuda",
+        "train.precision=fp8 needs train.accelerate",
+    ),
+    "checkpointed_layers": (
+        {"checkpointed_layers": 1},
+        "cpu",
+        "train.checkpointed_layers needs train.checkpointing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_cannot_apply_is_refused_by_name(case):
+    settings, device, message = REFUSED[case]
+    with pytest.raises(ScratchLMError, match=message) as caught:
+        check_applicable(TrainConfig(**settings).resolved(device), device)
+    assert "\n" not in str(caught.value)
+    if device == "cpu":  # a Learner asks before it changes the model
+        model = build_model(MODEL, 0, "cpu")
+        with pytest.raises(ScratchLMError, match=message):
+            Learner(model, TrainConfig(**settings))
+        assert type(model) is TransformerLM
+
+
+def test_settings_that_can_apply_are_not_refused():
+    for choice, device in (
+        ({}, "cpu"),
+        ({"shares": 2, "batch_size": 4}, "cpu"),
+        ({"cuda_graph": True, "batch_size": 4}, "cuda"),
+        ({"cuda_graph": True, "batch_size": 4, "micro_batch_size": 4}, "cuda"),
+        ({"precision": "fp8"}, "cuda"),
+        ({"checkpointed_layers": 1, "checkpointing": "block"}, "cpu"),
+    ):
+        check_applicable(TrainConfig(**choice).resolved(device), device)
+
+
+def test_acceleration_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(acceleration, "is_available", lambda: False)
+    with pytest.raises(ScratchLMError, match=r"train\.accelerate needs scratchlm\.accelerate"):
+        check_applicable(TrainConfig(accelerate=True).resolved("cpu"), "cpu")
+    check_applicable(TrainConfig().resolved("cpu"), "cpu")
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_a_learner_accelerates_its_model_unless_told_not_to(accelerated):
+    model = build_model(MODEL, 0, "cpu")
+    if not accelerated:
+        accelerate(model)
+    Learner(model, TrainConfig(accelerate=accelerated))
+    assert (type(model) is AcceleratedTransformerLM) == accelerated
+    assert (type(model) is TransformerLM) != accelerated

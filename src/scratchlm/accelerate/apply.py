@@ -44,6 +44,8 @@ def plain(model: M) -> M:
     """Give every accelerated module its plain class back, in place."""
     for module in model.modules():
         module.__class__ = _plain_class(type(module))  # type: ignore[arg-type]
+        for name in ("left_out", "shadow", "fp8"):
+            module.__dict__.pop(name, None)
     return model
 
 
@@ -53,14 +55,13 @@ def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     for base, accelerated in ACCELERATED.items():
         if cls is accelerated:
             return base
-    if not any(base in FUSIONS_OF for base in cls.__mro__):
-        return cls
-    # A class made on the fly from an accelerated one: recomputed in the backward pass, parametrised
+    if cls not in PLAIN_TYPES or not any(base in FUSIONS_OF for base in cls.__mro__):
+        return cls  # a user's subclass, too: none of its fusions runs, and its `super()` holds
+    # A class that training made from an accelerated one: recomputed in the backward pass
     bases = tuple(_plain_class(base) for base in cls.__bases__)
     body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
     made: type[nn.Module] = type(cls.__name__, bases, body)
-    if cls in PLAIN_TYPES:
-        PLAIN_TYPES.append(made)
+    PLAIN_TYPES.append(made)
     return made
 
 

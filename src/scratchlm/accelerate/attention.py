@@ -4,7 +4,6 @@ In order of preference, where a GPU trains:
 
     qkv_rope_attention   on Hopper, plainly causal heads of 64: RoPE as the product's epilogue, and
                          attention's backward pass with RoPE's as its own epilogue
-    qkv_rope             on Hopper, heads of 64: RoPE as the product's epilogue
     qkv_norm_rope        one product, then one kernel that splits, norms and rotates
     qkv_joined           one product
 """
@@ -64,7 +63,7 @@ def _why_no_rope_kernel(module: AcceleratedAttention, x: Tensor) -> str | None:
     return None
 
 
-def _why_no_qkv_rope(
+def _why_no_qkv_rope_attention(
     module: AcceleratedAttention, x: Tensor, context: ForwardContext
 ) -> str | None:
     reason = _why_no_rope_kernel(module, x)
@@ -74,21 +73,14 @@ def _why_no_qkv_rope(
         return "biases, norms of queries and keys, or fp8"
     if module.d_head != hopper.HEAD:
         return f"heads of {module.d_head}, not of {hopper.HEAD}"
-    reason = hopper.why_no_qkv_rope(x, conditions.compute_dtype(x))
-    if reason is None and shared_tables(module, context).packed is None:
-        return "positions that do not fill tiles of 128"
-    return reason
-
-
-def _why_no_qkv_rope_attention(
-    module: AcceleratedAttention, x: Tensor, context: ForwardContext
-) -> str | None:
-    reason = _why_no_qkv_rope(module, x, context)
-    if reason is not None:
-        return reason
     mask = module.mask(context)
     if context.cache is not None or not mask.is_plain or mask.start:
         return "a cache, or a mask that is not plainly causal"
+    reason = hopper.why_no_qkv_rope(x, conditions.compute_dtype(x))
+    if reason is not None:
+        return reason
+    if shared_tables(module, context).packed is None:
+        return "positions that do not fill tiles of 128"
     return hopper.why_no_attention(x, (module.num_heads, module.num_kv_heads))
 
 
@@ -123,18 +115,6 @@ QKV_ROPE_ATTENTION = Fusion(
         "_dkv_group_sum_kernel",
     ),
 )
-QKV_ROPE = Fusion(
-    "qkv_rope",
-    "QKV product with RoPE as its epilogue, on Hopper",
-    takes=MultiHeadSelfAttention,
-    absorbs=(*_PROJECTIONS, "rope"),
-    ops=("linear", "rope"),
-    condition=_why_no_qkv_rope,
-    operators=("scratchlm::qkv_rope_product",),
-    saved=("scratchlm::qkv_rope_product",),
-    keeps="x, Q, K, V",
-    kernels=("_qkv_rope_kernel",),
-)
 QKV_NORM_ROPE = Fusion(
     "qkv_norm_rope",
     "Q, K, V in one product; one kernel splits them, norms and rotates Q and K",
@@ -157,7 +137,7 @@ QKV_JOINED = Fusion(
 )
 
 
-@accelerates(MultiHeadSelfAttention, QKV_ROPE_ATTENTION, QKV_ROPE, QKV_NORM_ROPE, QKV_JOINED)
+@accelerates(MultiHeadSelfAttention, QKV_ROPE_ATTENTION, QKV_NORM_ROPE, QKV_JOINED)
 class AcceleratedAttention(MultiHeadSelfAttention):
     """Causal self-attention over (…, seq, d_model)."""
 
@@ -167,7 +147,7 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def attend(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return softmax(Q Kᵀ / √d_head) V of all heads, side by side."""
-        if not QKV_ROPE_ATTENTION.runs(self, x, context):
+        if not (conditions.trains_by_kernel(x) and QKV_ROPE_ATTENTION.runs(self, x, context)):
             return super().attend(x, context)
         from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope_attention
 
@@ -180,15 +160,7 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values; the first two normed and rotated as the model has it."""
-        if QKV_ROPE.runs(self, x, context):
-            from scratchlm.accelerate.kernels.hopper.qkv_rope import qkv_rope
-
-            low, tables = conditions.compute_dtype(x), shared_tables(self, context)
-            assert tables.packed is not None  # the fusion's condition
-            weight = joined_weight(self.shadow, self._weights, low)
-            at_positions = tables.cos, tables.sin, tables.packed
-            return qkv_rope(x.to(low), weight, at_positions, self._num_heads, self._is_interleaved)
-        if QKV_NORM_ROPE.runs(self, x, context):
+        if conditions.trains_by_kernel(x) and QKV_NORM_ROPE.runs(self, x, context):
             from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope
 
             tables, norm = shared_tables(self, context), None
@@ -201,7 +173,8 @@ class AcceleratedAttention(MultiHeadSelfAttention):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return W_Q x, W_K x and W_V x."""
-        if not QKV_JOINED.runs(self, x):
+        able = self.shadow is not None or conditions.trains_by_kernel(x)
+        if not (able and QKV_JOINED.runs(self, x)):
             return super().qkv(x)
         q, k, v = self._joined(x).split([len(weight) for weight in self._weights], dim=-1)
         return q, k, v

@@ -87,6 +87,7 @@ class GPUStep:
             self.all_kv_splits = {cache.capacity: kv_splits}
         self.max_kv_len = cache.capacity  # keys that a row may have in the step that runs
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.previous_ids = torch.zeros_like(self.ids)  # that a greedy step has read
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
         self.x = torch.zeros(2, rows, config.d_model, **wide)  # one is read, the other written
@@ -195,6 +196,7 @@ class GPUStep:
             self.best,
             self.tickets,
             self.ids,
+            self.previous_ids,
             vocab,
             part,
             power_of_two(part),

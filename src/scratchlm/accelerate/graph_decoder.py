@@ -71,9 +71,9 @@ class GraphDecoder:
         The logits are float32, in memory that the next step writes again.
         """
         cache, moved = self.cache, self._addresses() != self._bound
-        # A look at the model costs some microseconds: where a recording is replayed with given
-        # tokens, it is taken while the device works.
-        look_first = tokens is None or moved or not self._recorded
+        # A look at the model costs some microseconds: it is taken while the device works, unless
+        # that work would have to be prepared first.
+        look_first = moved or not self._recorded
         if look_first and not self._unchanged:
             return self._step_by_model(self.gpu_step.ids if tokens is None else tokens)
         if moved:
@@ -103,8 +103,8 @@ class GraphDecoder:
         else:
             gpu_step.run(self.max_kv_len)
         if not look_first and not self._unchanged:
-            assert tokens is not None
-            return self._step_by_model(tokens)
+            read = gpu_step.previous_ids if self.greedy else gpu_step.ids
+            return self._step_by_model(read if tokens is None else tokens)
         cache.advance()
         self._length, self._row_lengths = cache.length, cache.row_lengths
         return gpu_step.logits

@@ -14,7 +14,6 @@ from scratchlm.accelerate import conditions, fp8, hopper
 from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import (
-    Embedding,
     ForwardContext,
     Linear,
     MoE,
@@ -22,14 +21,13 @@ from scratchlm.model import (
     SwiGLU,
     TransformerBlock,
 )
-from scratchlm.ops.ranges import check_range
 
 # Linear
 
 
 def _why_no_shadow(module: AcceleratedLinear, x: Tensor, context: object) -> str | None:
     if module.shadow is None:
-        return "no bf16 shadow weights: the Learner keeps them where it trains in low precision"
+        return "no bf16 shadow weights (the Learner keeps them)"
     return "in 8 bits" if module.fp8 and fp8.is_on(x) else None
 
 
@@ -70,62 +68,14 @@ class AcceleratedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to the last dimension."""
+        if self.shadow is None and not self.fp8:
+            return super().forward(x)
         if FP8_LINEAR.runs(self, x):
             weight = joined_weight(self.shadow, [self.weight], torch.bfloat16)
             return fp8.linear(x, weight, self.bias)
         if self.shadow is not None and SHADOW_LINEAR.runs(self, x):
             return F.linear(x, self.shadow, self.bias)
         return super().forward(x)
-
-
-# Embedding
-
-
-def _why_no_embedding_kernel(
-    module: AcceleratedEmbedding, ids: Tensor, context: object
-) -> str | None:
-    weight = module.weight
-    reason = conditions.why_no_kernel(weight)
-    if reason is not None:
-        return reason
-    if not weight.requires_grad or torch.compiler.is_compiling():
-        return "the table does not learn, or a compiler looks on"
-    whole = ids.dtype in (torch.int32, torch.int64) and ids.device == weight.device
-    return None if whole and weight.is_contiguous() else "ids or table the kernel cannot read"
-
-
-EMBEDDING = Fusion(
-    "embedding",
-    "lookup whose gradient is summed over sorted ids, in one order",
-    takes=Embedding,
-    absorbs=(),
-    ops=("embedding",),
-    condition=_why_no_embedding_kernel,
-    keeps="the ids",
-    kernels=(
-        "_embedding_forward_kernel",
-        "_embedding_backward_kernel",
-        "_embedding_combine_kernel",
-    ),
-)
-
-
-@accelerates(Embedding, EMBEDDING)
-class AcceleratedEmbedding(Embedding):
-    """A table of vectors, looked up by id."""
-
-    left_out: frozenset[str] = frozenset()
-    low_precision = False  # whether rows are rounded as autocast rounds a product's input
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Look every id up; the kernel marks ids outside the table as it writes."""
-        dtype = conditions.compute_dtype(self.weight) if self.low_precision else self.weight.dtype
-        if not EMBEDDING.runs(self, token_ids):
-            return super().forward(token_ids).to(dtype)
-        from scratchlm.accelerate.kernels.triton.embedding import embedding
-
-        check_range(token_ids, len(self.weight), "token id")
-        return embedding(token_ids, self.weight, self.padding_id, dtype)
 
 
 # RMSNorm
@@ -160,7 +110,7 @@ class AcceleratedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        if not RMS_NORM.runs(self, x):
+        if not (conditions.trains_by_kernel(x) and RMS_NORM.runs(self, x)):
             return super().forward(x)
         from scratchlm.accelerate.kernels.triton.rms_norm import rms_norm
 
@@ -257,6 +207,8 @@ class AcceleratedSwiGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to every vector."""
+        if self.shadow is None and not self.fp8 and not conditions.trains_by_kernel(x):
+            return super().forward(x)
         if FP8_SWIGLU.runs(self, x):
             return fp8.swiglu(x, *self._low_weights(torch.bfloat16))
         if SWIGLU_GEMM.runs(self, x):
@@ -325,7 +277,7 @@ class AcceleratedTransformerBlock(TransformerBlock):
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Apply attention and the feed-forward layer, each beside the residual stream."""
-        if not ADD_RMS_NORM.runs(self, x):
+        if not (conditions.trains_by_kernel(x) and ADD_RMS_NORM.runs(self, x)):
             return super().forward(x, token_positions, context=context)
         from scratchlm.accelerate.kernels.triton.rms_norm import add_rms_norm
 

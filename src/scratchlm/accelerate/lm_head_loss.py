@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from scratchlm.accelerate import hopper
 from scratchlm.accelerate.kernels import launches_for
@@ -87,8 +86,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():  # `once_differentiable` sees a graph only behind grad_output
+            raise RuntimeError(
+                "the chunked LM-head loss has first derivatives only; for second ones, "
+                "plain(model) or accelerate(model, without=['chunked_lm_head_loss'])"
+            )
         return (*ctx.gradients.scaled(grad_output), None, None)
 
 

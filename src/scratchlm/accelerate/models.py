@@ -19,12 +19,15 @@ from scratchlm.model import (
     TransformerLM,
 )
 from scratchlm.model.transformer import Transformer
+from scratchlm.ops.ranges import is_transformed
 
 
 def _why_no_chunks(module: TransformerLM, hidden: Tensor, context: object) -> str | None:
     head = module.lm_head
     if not isinstance(head, (Linear, TiedHead)) or getattr(head, "bias", None) is not None:
         return "a head that is not a plain matrix"
+    if not torch.compiler.is_compiling() and is_transformed():
+        return "functions are being transformed (torch.func)"
     if torch.compiler.is_compiling() and not supports_compiled(hidden, head.weight):
         return "a compiler fuses head and loss its own way"
     return None
@@ -56,7 +59,9 @@ class _SharedTables(Transformer):
 
     def make_context(self, *shared: Any) -> ForwardContext:
         """Gather what the layers of one forward share."""
-        context, rope = super().make_context(*shared), self.rope
+        context = super().make_context(*shared)
+        first = getattr(self.layers[0], "attn", None)  # a replaced block need not have one
+        rope = getattr(first, "rope", None)
         if rope is not None and is_plain(rope):
             context.derived["rope_tables"] = rope_tables(rope, context.positions)
         return context

@@ -20,6 +20,7 @@ from torch.nn.modules import module as nn_module
 
 from scratchlm.model import (
     MLP,
+    Embedding,
     ExpertLinear,
     LayerNorm,
     MoE,
@@ -52,8 +53,8 @@ class Fusion:
         """Return why this fusion does not run for such a call, or None when it does."""
         if self.name in module.left_out:
             return "left out by `accelerate(without=…)`"
-        reason = self.condition(module, x, context)
-        return why_not_plain(module, self.absorbs, self.ops) if reason is None else reason
+        reason = why_not_plain(module, self.absorbs, self.ops)  # first: conditions look at parts
+        return self.condition(module, x, context) if reason is None else reason
 
     def runs(self, module: Any, x: Tensor, context: Any = None) -> bool:
         """Whether this fusion runs for such a call."""
@@ -65,8 +66,8 @@ ACCELERATED: dict[type[nn.Module], type[nn.Module]] = {}  # our class -> its acc
 FUSIONS_OF: dict[type[nn.Module], list[Fusion]] = {}  # accelerated class -> in order of preference
 # Classes whose instances are as we wrote them; the accelerated ones enter themselves.
 PLAIN_TYPES: list[type[nn.Module]] = [
-    *(LayerNorm, MLP, MoE, ExpertLinear, RotaryEmbedding, SinusoidalPositions, TiedHead),
-    nn.Identity,
+    *(Embedding, LayerNorm, MLP, MoE, ExpertLinear, TiedHead),
+    *(RotaryEmbedding, SinusoidalPositions, nn.Identity),
 ]
 
 T = TypeVar("T", bound=type[nn.Module])

@@ -148,7 +148,7 @@ def verify_memory(config: ModelConfig, setup: Setup) -> Check:
 def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
     """Return the setup as this machine's GPU executes it: the table of fusions says how."""
     from scratchlm.accelerate import accelerate
-    from scratchlm.accelerate.attention import QKV_ROPE
+    from scratchlm.accelerate.attention import QKV_ROPE_ATTENTION
 
     env, low = bindings(config, setup), torch.bfloat16
     batch, seq, device = int(env["B"]), int(env["S"]), _device()
@@ -160,7 +160,7 @@ def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
     ):
         attention = accelerate(model.to_empty(device=device)).layers[0].get_submodule("attn")
         x = torch.empty(batch, seq, config.d_model, device=device, dtype=dtype)
-        fused = QKV_ROPE.runs(attention, x, ForwardContext(positions=range(seq)))
+        fused = QKV_ROPE_ATTENTION.runs(attention, x, ForwardContext(positions=range(seq)))
     execution = dataclasses.replace(setup.execution, rope_epilogue=fused)
     return dataclasses.replace(setup, execution=execution)
 

@@ -292,6 +292,11 @@ def _verify(config: ModelConfig, setup: Setup) -> None:
     """Print every comparison; exit 1 where one does not hold."""
     import torch
 
+    from scratchlm import acceleration
+    from scratchlm.errors import ScratchLMError
+
+    if not acceleration.is_available():
+        raise ScratchLMError("--verify needs scratchlm.accelerate, which is not there")
     from scratchlm.accounting.verify import CANNOT_SEE, verify
     from scratchlm.cli import account_tables
 

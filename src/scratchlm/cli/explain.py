@@ -33,6 +33,11 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
+    from scratchlm import acceleration
+    from scratchlm.errors import ScratchLMError
+
+    if not acceleration.is_available():
+        raise ScratchLMError("explain needs scratchlm.accelerate, which is not there")
     from scratchlm.accelerate import accelerate
     from scratchlm.accelerate import explain as explain_model
     from scratchlm.cli.account_models import find_model

@@ -92,9 +92,7 @@ class MultiHeadSelfAttention(nn.Module):
         context = self.own_context(x.shape[-2], token_positions) if context is None else context
         return self.output_proj(self.attend(x, context))
 
-    def attend(
-        self, x: Float[Tensor, "*batch seq d_model"], context: ForwardContext
-    ) -> Float[Tensor, "*batch seq heads_x_d_head"]:
+    def attend(self, x: Tensor, context: ForwardContext) -> Float[Tensor, "*batch seq heads_d"]:
         """Return softmax(Q Kᵀ / √d_head) V of all heads, side by side."""
         q, k, v = self.project(x, context)  # each (*batch, its heads, seq, d_head)
         if context.cache is not None:

@@ -93,8 +93,9 @@ class TransformerBlock(nn.Module):
 
     def feed_forward(self, x: Tensor, context: ForwardContext | None) -> Tensor:
         """Apply the feed-forward layer; a mixture of experts also notes its routing."""
-        if isinstance(self.ffn, MoE) and context is not None:
-            return self.ffn(x, context.routes)
+        routes = None if context is None else context.routes
+        if routes is not None and any(isinstance(part, MoE) for part in self.ffn.modules()):
+            return self.ffn(x, routes)  # a wrapper around experts hands them on
         return self.ffn(x)
 
 

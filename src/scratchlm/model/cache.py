@@ -1,8 +1,7 @@
 """The key-value cache: what was computed for earlier tokens, kept.
 
-Memory for `capacity` tokens is taken once. A key lies in the slot of its own position, in every
-row, so rows of different lengths need no padding inside the cache and a row is stored exactly as
-it would be alone. One forward of the model does
+Memory for `capacity` tokens is taken once. A key lies in the slot of its own position, so rows of
+different lengths need no padding and a row is stored as it would be alone. One forward does
 
     cache.reserve(seq)                                    choose the slots (once)
     keys, values = cache.update(layer, keys, values)      write, and get all so far (each layer)

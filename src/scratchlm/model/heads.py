@@ -90,9 +90,5 @@ class QuestionAnswering(Transformer):
         attention_mask: Bool[Tensor, "batch seq"] | None = None,
     ) -> Float[Tensor, ""]:
         """Return the mean of the two cross-entropies; −100 marks a row without an answer."""
-        logits = self(token_ids, attention_mask=attention_mask)
-        both = (
-            self.ops.cross_entropy(logits.start, start),
-            self.ops.cross_entropy(logits.end, end),
-        )
-        return (both[0] + both[1]) / 2
+        logits, loss = self(token_ids, attention_mask=attention_mask), self.ops.cross_entropy
+        return (loss(logits.start, start) + loss(logits.end, end)) / 2

@@ -84,18 +84,17 @@ def init_matrix(weight: Tensor, generator: torch.Generator | None) -> None:
 
 
 class TiedHead(nn.Module):
-    """y = E x with E the owner's token embeddings: a head without weights of its own."""
+    """y = E x with E the token embeddings: a head without weights of its own."""
 
-    def __init__(self, owner: nn.Module, *, ops: str | Ops = "fast") -> None:
+    def __init__(self, embeddings: nn.Module, *, ops: str | Ops = "fast") -> None:
         super().__init__()
         self.ops = get_ops(ops)
-        self._owner = (owner,)  # in a tuple: not a submodule; asked at every call for its table
+        self.tied_to = (embeddings,)  # in a tuple: not a submodule of the head
 
     @property
     def weight(self) -> Tensor:
         """The table."""
-        embeddings = self._owner[0].get_submodule("token_embeddings")
-        return embeddings.weight  # type: ignore[return-value]
+        return self.tied_to[0].weight  # type: ignore[return-value]
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
         """Compare every vector with every row of the table."""

@@ -92,9 +92,7 @@ class MoE(nn.Module):
         return routed.output
 
 
-def sort_by_expert(
-    experts: Int[Tensor, "tokens chosen"], num_experts: int
-) -> tuple[Int[Tensor, " tokens_x_chosen"], Int[Tensor, " experts"]]:
+def sort_by_expert(experts: Int[Tensor, "tokens k"], num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the choices in the order of their experts, and where each expert's end."""
     order = experts.flatten().argsort(stable=True)
     load = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)

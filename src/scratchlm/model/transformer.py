@@ -141,7 +141,8 @@ class Transformer(nn.Module):
         batch, seq = token_ids.shape
         if cache is None:
             self.check_length(seq)
-        if positions is not None and tuple(positions.shape) not in ((seq,), (1, seq), (batch, seq)):
+        fits = ((seq,), (1, seq), (batch, seq))
+        if positions is not None and not any(tuple(positions.shape) == fit for fit in fits):
             raise ValueError(
                 f"positions must be (seq,) or (batch, seq) = ({batch}, {seq}); "
                 f"got shape {tuple(positions.shape)}"
@@ -192,9 +193,15 @@ class TransformerLM(Transformer):
 
     def __init__(self, config: ModelConfig, ops: str | Ops = "fast", **where: Any) -> None:
         super().__init__(config, ops, **where)
-        self.lm_head: nn.Module = TiedHead(self, ops=ops)
+        self.lm_head: nn.Module = TiedHead(self.token_embeddings, ops=ops)
         if not config.tie_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, ops=ops, **where)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        head = getattr(self, "lm_head", None) if name == "token_embeddings" else None
+        if isinstance(head, TiedHead):  # follows a table that is replaced
+            head.tied_to = (value,)
 
     def forward(
         self, token_ids: Int[Tensor, "batch seq"], **inputs: Unpack[Inputs]
@@ -227,7 +234,7 @@ class TransformerLM(Transformer):
         z_loss: float = 0.0,
     ) -> Float[Tensor, ""]:
         """Return the mean cross-entropy of the targets, plus what keeps experts evenly loaded."""
-        routes: list[Routed] = []
+        routes: list[Routed] | None = [] if isinstance(self.config.ffn, kinds.MoE) else None
         hidden = self.hidden(
             token_ids, attention_mask=attention_mask, document_ids=document_ids, routes=routes
         )

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import native, short_attention
 from scratchlm.ops.masks import CausalMask, Mask, are_groups
+from scratchlm.ops.ranges import is_transformed
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
@@ -73,19 +74,8 @@ def _supports_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] <= CHANNELS_UP_TO
         and q.dtype == k.dtype == v.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and not _is_functorch_transformed()
+        and (torch.compiler.is_compiling() or not is_transformed())
     )
-
-
-def _is_functorch_transformed() -> bool:
-    """Whether functions are being transformed (`torch.func`, forward-mode derivatives).
-
-    An operation of ours has a backward pass alone: other derivatives of it would be zeros.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    levels = torch._C._functorch.peek_interpreter_stack()
-    return levels is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from scratchlm.ops import attention as attention_kernels
 from scratchlm.ops import experts
 from scratchlm.ops.masks import Mask, check_attention
 from scratchlm.ops.ranges import can_look, counted_targets
-from scratchlm.ops.reference import ReferenceOps
+from scratchlm.ops.reference import OP_NAMES, ReferenceOps
 
 # On a CPU, a product of few rows with a matrix this large is bound by reading the matrix, and
 # torch's own leaves that to one core. Cut into row blocks, two for each thread, it is read at the
@@ -40,13 +39,13 @@ SKIPS = {
 class FastOps(ReferenceOps):
     """Torch's own kernels, and our attention on a CPU."""
 
+    by_formula: frozenset[str] = frozenset()  # ops that would skip a user-provided one
+
     def __init_subclass__(cls, **options: Any) -> None:
-        """Use the formula of an op that would skip an op of this class's own."""
+        """Find the ops whose fast implementation would skip an op of this class's own."""
         super().__init_subclass__(**options)
-        for name, skipped in SKIPS.items():
-            same = getattr(cls, name) is getattr(FastOps, name)
-            if same and any(getattr(cls, op) is not getattr(FastOps, op) for op in skipped):
-                setattr(cls, name, getattr(ReferenceOps, name))
+        own = {op for op in OP_NAMES if getattr(cls, op) is not getattr(FastOps, op)}
+        cls.by_formula = frozenset(op for op, skipped in SKIPS.items() if own & set(skipped))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = W x (+ b)."""
@@ -61,6 +60,8 @@ class FastOps(ReferenceOps):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """y = W_g x, with a matrix for each group of rows; group g ends before row `ends[g]`."""
+        if "grouped_linear" in self.by_formula:
+            return super().grouped_linear(x, weight, ends)
         return experts.grouped_linear(x, weight, ends)
 
     def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
@@ -112,6 +113,9 @@ class FastOps(ReferenceOps):
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Mean of log Σ exp(logits) − logits[target] over the targets that count."""
+        if "cross_entropy" in self.by_formula:
+            options: Any = {"ignore_index": ignore_index, "z_loss": z_loss, "reduction": reduction}
+            return super().cross_entropy(logits, targets, **options)
         shape, vocab = logits.shape[:-1], logits.shape[-1]
         index, counts, wrong = counted_targets(shape, vocab, targets, ignore_index)
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -148,18 +152,23 @@ class FastOps(ReferenceOps):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask = None
     ) -> Tensor:
         """softmax(Q Kᵀ / √d_k) V."""
+        if "scaled_dot_product_attention" in self.by_formula:
+            return super().scaled_dot_product_attention(query, key, value, mask)
         check_attention(query, key, value, mask)
         return attention_kernels.attend(query, key, value, mask)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
         """Attention over heads; with fewer key heads, each serves a group of query heads."""
+        if "attention" in self.by_formula:
+            return super().attention(query, key, value, mask)
         grouped = query.shape[-3] != key.shape[-3]
         return attention_kernels.attend(query, key, value, mask, grouped)
 
 
 def has_fast_attention(ops: ReferenceOps) -> bool:
     """Whether a set of ops attends by the kernels of `ops/attention.py`."""
-    return type(ops).attention is FastOps.attention
+    fast = isinstance(ops, FastOps) and "attention" not in ops.by_formula
+    return fast and type(ops).attention is FastOps.attention
 
 
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
@@ -188,14 +197,19 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scale = _scaled(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         # With h = x·s and u = grad_output·g:  dx = s·(u − h·mean(u·h)). LayerNorm's kernel, told
         # that the mean of x is 0, gives s·(u − mean(u) − h·mean(u·h)): mean(u) is put back.
         x, weight, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this derivative will be differentiated: by the formula
+            scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + ctx.eps)
+            h, u = x * scale, grad_output * weight
+            dx = scale * (u - h * (u * h).mean(dim=-1, keepdim=True))
+            return dx, (grad_output * h).flatten(0, -2).sum(0), None
         zero = torch.zeros_like(scale)
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
             grad_output, x, weight.shape, zero, scale, weight, None, [True, True, False]

@@ -14,7 +14,19 @@ from torch import Tensor
 
 def can_look(index: Tensor) -> bool:
     """Whether the values can be read here and now at no cost."""
-    return index.device.type == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    return index.device.type == "cpu" and not is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether functions are being transformed (`torch.func`, forward-mode derivatives).
+
+    Values cannot be read then, and an operation of ours has a backward pass alone: other
+    derivatives of it would be zeros.
+    """
+    levels = torch._C._functorch.peek_interpreter_stack()
+    return levels is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def check_range(index: Tensor, limit: int, what: str) -> None:

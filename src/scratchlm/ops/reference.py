@@ -240,13 +240,13 @@ class ReferenceOps:
         """Return the same set with these ops instead, as plain functions (without `self`)."""
         for name in functions:
             if name not in OP_NAMES:
-                near = get_close_matches(name, OP_NAMES)
-                raise ValueError(
-                    f"no op is called {name!r}; did you mean {', '.join(near or OP_NAMES)}?"
-                )
+                near = ", ".join(get_close_matches(name, OP_NAMES) or OP_NAMES)
+                raise ValueError(f"no op is called {name!r}; did you mean {near}?")
         methods = {name: staticmethod(function) for name, function in functions.items()}
         kind: type[ReferenceOps] = type(f"{type(self).__name__}Replaced", (type(self),), methods)
-        return kind()
+        made = object.__new__(kind)  # with what this set holds, whatever it was made from
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in OP_NAMES:
@@ -256,9 +256,7 @@ class ReferenceOps:
 
 _HALVES = "... (two half) -> two ... half"
 
-OP_NAMES = tuple(
-    name for name in vars(ReferenceOps) if not name.startswith("_") and name != "replace"
-)
+OP_NAMES = tuple(n for n in vars(ReferenceOps) if not n.startswith("_") and n != "replace")
 
 # The formulas as functions
 

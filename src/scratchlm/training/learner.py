@@ -246,11 +246,7 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
 def apply_precision(model: TransformerLM, precision: str | None) -> None:
     """Let the residual stream, or also the layers' products, run lower than autocast has them."""
     if precision in ("bf16-residual", "fp8"):
-        embeddings = model.token_embeddings
-        if hasattr(embeddings, "low_precision"):  # accelerated: rows are written so
-            embeddings.low_precision = True  # type: ignore[assignment]
-        else:
-            embeddings.register_forward_hook(_in_bfloat16)
+        model.token_embeddings.register_forward_hook(_in_bfloat16)
     if precision == "fp8":
         acceleration.enable_fp8(model)
 
@@ -343,6 +339,8 @@ def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
     Every shape has a graph of its own: one with symbolic sizes may sum in another order, and which
     of the two a run gets would depend on the shapes it has seen, and so on whether it was resumed.
     """
+    if how != "off":  # or a hook put on a layer after the first step would be ignored
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
     if how == "model":
         return torch.compile(model.loss, dynamic=False)
     if how == "block":

@@ -40,7 +40,6 @@ from scratchlm.accelerate.kernels.hopper.pingpong_gemm import (
     split_columns,
     tma_descriptor,
 )
-from scratchlm.accelerate.kernels.triton.qkv_norm_rope import qkv_norm_rope_backward
 
 HEAD_DIM = 64
 
@@ -222,50 +221,6 @@ def _gemm_gradients(
     grad_x = (grad_qkv @ w).view(x.shape) if needs_x else None
     grad_w = grad_qkv.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
     return grad_x, grad_w
-
-
-class _QkvRope(torch.autograd.Function):
-    """q, k and v are views of one product: a custom op may not return them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        tables: Tensor,
-        heads: int,
-        kv_heads: int,
-        interleaved: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = _project(x, w, tables, (heads, kv_heads), interleaved)
-        ctx.save_for_backward(x, w, cos, sin)
-        ctx.interleaved = interleaved
-        return _split_heads(qkv, (heads, kv_heads))
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, cos, sin = ctx.saved_tensors
-        no_norm = (None, None, 0.0)
-        grad_qkv = qkv_norm_rope_backward(dq, dk, dv, None, cos, sin, *no_norm, ctx.interleaved)[0]
-        return *_gemm_gradients(ctx, grad_qkv, x, w), *[None] * 6
-
-
-def qkv_rope(
-    x: Tensor,
-    w: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor],
-    num_heads: tuple[int, int],
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project x (batch, seq, d) to q, k and v (batch, heads, seq, 64), q and k rotated.
-
-    x and w are in bfloat16; `tables`: cos, sin, and both packed by `rope_tables`; `num_heads`: of
-    queries, of keys and values.
-    """
-    q, k, v = _QkvRope.apply(x, w, *tables, *num_heads, interleaved)
-    return q, k, v
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,16 @@ def argmax(
     partial,
     tickets,
     ids,
+    previous_ids,
     VOCAB: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ids[row] = argmax(logits[row]); the lowest index wins a tie.
+    """ids[row] = argmax(logits[row]), and what stood there to previous_ids.
+
+    The lowest index wins a tie.
 
     Grid: (PARTS, rows). Each program reduces one part of the vocabulary. The last one to finish
     (an atomic ticket per row) reduces over the parts. Indices are stored as float32, which is exact
@@ -46,5 +49,6 @@ def argmax(
         amaxes = tl.load(partial + (row * PARTS + p) * 2, cache_modifier=".cg")
         _, winner = tl.max(amaxes, 0, return_indices=True)
         token = tl.load(partial + (row * PARTS + winner) * 2 + 1, cache_modifier=".cg")
+        tl.store(previous_ids + row, tl.load(ids + row))
         tl.store(ids + row, token.to(tl.int64))
         tl.store(tickets + row, 0)
