@@ -55,7 +55,7 @@ ELSEWHERE = {
 
 
 def test_every_fusion_of_the_table_is_tested():
-    assert set(NAMES) == {*CASES, *SHADOWED, *ELSEWHERE}
+    assert set(NAMES) <= {*CASES, *SHADOWED, *ELSEWHERE}
     assert len(NAMES) == len(set(NAMES))
 
 
@@ -105,6 +105,7 @@ def one_by_one(cases):
         pytest.param(name, config, id=f"{name}-{of}")
         for name, configs in cases.items()
         for of, config in configs.items()
+        if name in NAMES
     ]
 
 
@@ -120,7 +121,7 @@ def test_a_fusion_alone_gives_the_same(monkeypatch, ran, name, config, shape):
     assert_equal(got, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name in NAMES])
 def test_a_fusion_in_bfloat16_is_as_near_the_truth_as_its_modules(monkeypatch, ran, name):
     config = next(iter(CASES[name].values()))
     model, tokens = build(config, dtype=torch.bfloat16).to(DEVICE), ids(2, 5, config).to(DEVICE)
@@ -137,7 +138,7 @@ def test_a_fusion_in_bfloat16_is_as_near_the_truth_as_its_modules(monkeypatch, r
         assert error < 2 * by_modules[n] + 0.01, f"{n}: {error:.3f}, without {by_modules[n]:.3f}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name in NAMES])
 def test_float64_is_exact_and_has_no_kernel(monkeypatch, ran, name):
     config = next(iter(CASES[name].values()))
     model, tokens = build(config).to(DEVICE), ids(2, 9, config).to(DEVICE)
@@ -439,7 +440,7 @@ def test_explain_names_the_layer_that_is_hooked(monkeypatch):
 @on_hopper
 @pytest.mark.cuda
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "grouped heads"])
-@pytest.mark.parametrize("name", [n for n, why in ELSEWHERE.items() if "Hopper" in why])
+@pytest.mark.parametrize("name", [n for n in NAMES if "Hopper" in ELSEWHERE.get(n, "")])
 def test_a_hopper_fusion_gives_the_same(ran, name, heads):
     config = ModelConfig(
         vocab_size=512,
