@@ -36,6 +36,7 @@ GPT2 = ODD.replace(norm=c.LayerNorm(), ffn=c.MLP(bias=True), positions=c.Learned
 CASES = {
     "qkv_norm_rope": {"plain": ODD, "qwen3": QWEN3, "biases": BIASED},
     "qkv_joined": {"gpt2": GPT2, "no positions": BIASED.replace(positions=c.NoPositions())},
+    "embedding": {"plain": ODD, "learned": GPT2, "tied": ODD.replace(tie_embeddings=True)},
     "rms_norm": {"plain": ODD, "post-norm": ODD.replace(norm_placement="post"), "qwen3": QWEN3},
     "swiglu_gate": {"plain": ODD, "biases": BIASED},
     "add_rms_norm": {"plain": ODD, "qwen3": QWEN3},

@@ -197,9 +197,8 @@ def test_a_gradient_of_the_gradient_is_refused_not_wrong(custom_op):
     else:
         value = chunked_lm_head_loss(hidden, weight, targets)
     factor = torch.ones((), dtype=value.dtype, requires_grad=True)
-    (gradient,) = torch.autograd.grad(factor * value, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="once_differentiable|first derivatives only"):
+        torch.autograd.grad(factor * value, hidden, create_graph=True)[0].sum().backward()
 
 
 def test_a_target_of_probability_zero_still_has_its_loss():

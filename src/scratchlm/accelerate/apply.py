@@ -45,7 +45,7 @@ def plain(model: M) -> M:
     """Give every accelerated module its plain class back, in place."""
     for module in model.modules():
         module.__class__ = _plain_class(type(module))  # type: ignore[arg-type]
-        for name in ("left_out", "shadow", "fp8"):
+        for name in ("left_out", "shadow", "fp8", "low_precision"):
             module.__dict__.pop(name, None)
     return model
 
@@ -123,6 +123,9 @@ def _rows_of(name: str, module: nn.Module, x: Tensor, context: ForwardContext) -
 
 def _example(module: nn.Module, weight: Tensor, batch: int, seq: int) -> Tensor:
     """Return a tensor like the module's input, without memory of its own."""
+    if hasattr(module, "padding_id"):  # an embedding
+        with FakeTensorMode():
+            return torch.zeros(batch, seq, dtype=torch.int64, device=weight.device)
     inner = getattr(module, "weight", None)
     width = inner.shape[-1] if isinstance(inner, Tensor) else getattr(module, "d_model", 0)
     for part in ("w1", "ln2", "lm_head"):  # of a feed-forward layer, a block, a model

@@ -5,7 +5,7 @@
 
 For one token a small model is bound not by arithmetic but by the Python between the operations:
 modules, checks, tables that every layer derives anew. Here a layer is a tuple of weights, and what
-all layers share is made once per step. `tests/acceleration/test_cpu_decode.py` holds it to the model.
+all layers share is made once per step. `tests/acceleration/test_cpu_decode.py` compares the two.
 """
 
 from __future__ import annotations

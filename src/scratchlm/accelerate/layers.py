@@ -14,6 +14,7 @@ from scratchlm.accelerate import conditions, fp8, hopper
 from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import (
+    Embedding,
     ForwardContext,
     Linear,
     MoE,
@@ -21,6 +22,7 @@ from scratchlm.model import (
     SwiGLU,
     TransformerBlock,
 )
+from scratchlm.ops.ranges import check_range
 
 # Linear
 
@@ -76,6 +78,52 @@ class AcceleratedLinear(Linear):
         if self.shadow is not None and SHADOW_LINEAR.runs(self, x):
             return F.linear(x, self.shadow, self.bias)
         return super().forward(x)
+
+
+# Embedding
+
+
+def _why_no_embedding_kernel(
+    module: AcceleratedEmbedding, ids: Tensor, context: object
+) -> str | None:
+    weight = module.weight
+    reason = conditions.why_no_kernel(weight)
+    if reason is not None:
+        return reason
+    if not weight.requires_grad or torch.compiler.is_compiling():
+        return "the table does not learn, or a compiler looks on"
+    whole = ids.dtype in (torch.int32, torch.int64) and ids.device == weight.device
+    return None if whole and weight.is_contiguous() else "ids or table the kernel cannot read"
+
+
+EMBEDDING = Fusion(
+    "embedding",
+    "lookup whose gradient is summed over sorted ids, in one order",
+    takes=Embedding,
+    absorbs=(),
+    ops=("embedding",),
+    condition=_why_no_embedding_kernel,
+    keeps="the ids",
+    kernels=("_embedding_kernel", "_embedding_backward_kernel", "_embedding_combine_kernel"),
+)
+
+
+@accelerates(Embedding, EMBEDDING)
+class AcceleratedEmbedding(Embedding):
+    """A table of vectors, looked up by id."""
+
+    left_out: frozenset[str] = frozenset()
+    low_precision = False  # whether rows are rounded as autocast rounds a product's input
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look every id up; the kernel marks ids outside the table as it writes."""
+        dtype = conditions.compute_dtype(self.weight) if self.low_precision else self.weight.dtype
+        if not (conditions.trains_by_kernel(self.weight) and EMBEDDING.runs(self, token_ids)):
+            return super().forward(token_ids).to(dtype)
+        from scratchlm.accelerate.kernels.triton.embedding import embedding
+
+        check_range(token_ids, len(self.weight), "token id")
+        return embedding(token_ids, self.weight, self.padding_id, dtype)
 
 
 # RMSNorm

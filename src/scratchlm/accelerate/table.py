@@ -19,7 +19,6 @@ from torch.nn.modules import module as nn_module
 
 from scratchlm.model import (
     MLP,
-    Embedding,
     ExpertLinear,
     LayerNorm,
     MoE,
@@ -65,7 +64,7 @@ ACCELERATED: dict[type[nn.Module], type[nn.Module]] = {}  # our class -> its acc
 FUSIONS_OF: dict[type[nn.Module], list[Fusion]] = {}  # accelerated class -> in order of preference
 # Classes whose instances are as we wrote them; the accelerated ones enter themselves.
 PLAIN_TYPES: list[type[nn.Module]] = [
-    *(Embedding, LayerNorm, MLP, MoE, ExpertLinear, TiedHead),
+    *(LayerNorm, MLP, MoE, ExpertLinear, TiedHead),
     *(RotaryEmbedding, SinusoidalPositions, nn.Identity),
 ]
 

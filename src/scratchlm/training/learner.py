@@ -246,7 +246,11 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
 def apply_precision(model: TransformerLM, precision: str | None) -> None:
     """Let the residual stream, or also the layers' products, run lower than autocast has them."""
     if precision in ("bf16-residual", "fp8"):
-        model.token_embeddings.register_forward_hook(_in_bfloat16)
+        embeddings = model.token_embeddings
+        if hasattr(embeddings, "low_precision"):  # accelerated: rows are written so
+            embeddings.low_precision = True  # type: ignore[assignment]
+        else:
+            embeddings.register_forward_hook(_in_bfloat16)
     if precision == "fp8":
         acceleration.enable_fp8(model)
 
