@@ -242,8 +242,8 @@ def one_row(names: list[str], rate: float, peers: bool) -> str:
                 "ours, read",
                 lambda: our_rate(model, 1, read=True),  # noqa: B023
             ),
-            "ours, no early starts": attempt(
-                "ours, no early starts",
+            "ours, no programmatic dependent launch": attempt(
+                "ours, no programmatic dependent launch",
                 lambda: our_rate(model, 1, pdl=False),  # noqa: B023
             ),
         }

@@ -63,13 +63,15 @@ def check(shapes: dict[str, ModelConfig]) -> None:
     from decode import build
 
     ways = ({}, {"pdl": False}, {"graph": False}, {"graph": False, "pdl": False})
-    ways += ({"spread": KVSplits(32, 4, 3)},)
+    ways += ({"kv_splits": KVSplits(32, 4, 3)},)
     for name, config in shapes.items():
         for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             model = build(config.replace(num_layers=2)).to(dtype)
             for batch in (1, 3, 8):
                 handed_on = (
-                    ({"spread": KVSplits(32, 4, 3, deferred_combine=True)},) if batch <= 4 else ()
+                    ({"kv_splits": KVSplits(32, 4, 3, deferred_combine=True)},)
+                    if batch <= 4
+                    else ()
                 )
                 found = [_after_three_steps(model, batch, way) for way in (*ways, *handed_on)]
                 errors = [((got - own).norm() / own.norm()).item() for got, own in found]
@@ -135,7 +137,7 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
         print(table(["shape", "kernel", "us", "floor", "TB/s"], rows[-8:]), flush=True)
         del model, step
     return (
-        "Each kernel alone over all layers, early starts on; what fits in the L2 reads faster.\n\n"
+        "Each kernel alone over all layers, programmatic dependent launch on; what fits in the L2 reads faster.\n\n"
         + table(["shape", "kernel", "µs", "floor, µs", "TB/s"], rows)
     )
 
@@ -164,7 +166,11 @@ def _parts(step: GPUStep, config: ModelConfig, length: int) -> dict[str, Part]:
     def head() -> None:
         step._project_few("head", x, step.model.ln_final, [step._head()], [step.logits])
 
-    weights, kept, shares = 2 * d * (heads + 2 * kv), 4 * kv * length, step.spread.deferred_splits
+    weights, kept, shares = (
+        2 * d * (heads + 2 * kv),
+        4 * kv * length,
+        step.kv_splits.deferred_splits,
+    )
     attention: dict[str, Part] = {
         "norm, q k v": (each(qkv), many, weights),
         "attention": (
@@ -266,7 +272,7 @@ def _tune_one(
             decoder = GraphDecoder(model, cache, tiles=tiles, kv_splits=spread)
             cache.length = 192
             decoder.step([1])
-            return replay_seconds(decoder._recorded[decoder.reach])
+            return replay_seconds(decoder._recorded[decoder.max_kv_len])
         except Exception as error:
             print(f"  {tiles} {spread}: {type(error).__name__}: {str(error)[:100]}")
             return float("inf")

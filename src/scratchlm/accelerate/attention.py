@@ -114,6 +114,7 @@ QKV_ROPE_ATTENTION = Fusion(
         "_dq_rope_kernel",
         "_dkv_group_sum_kernel",
     ),
+    gain="GPT-2 124M 8.1 %, GPT-2 XL 4.3 %, Llama-3.2-1B 1.8 %",
 )
 QKV_NORM_ROPE = Fusion(
     "qkv_norm_rope",
@@ -125,6 +126,7 @@ QKV_NORM_ROPE = Fusion(
     operators=("scratchlm::qk_norm_rope", "scratchlm::qkv_norm_rope_backward"),
     keeps="x, Q, K, V, and Q and K as projected",
     kernels=("_qkv_norm_rope_kernel", "_qkv_norm_rope_backward_kernel"),
+    gain="Qwen3-0.6B 3.7 %, Qwen3-1.7B 1.7 %",
 )
 QKV_JOINED = Fusion(
     "qkv_joined",

@@ -57,6 +57,7 @@ SHADOW_LINEAR = Fusion(
     ops=("linear",),
     condition=_why_no_shadow,
     keeps="x",
+    gain="all shadow weights: Llama-3.2-1B 2.2 %, GPT-2 XL 2.1 %",
 )
 
 
@@ -105,6 +106,7 @@ EMBEDDING = Fusion(
     condition=_why_no_embedding_kernel,
     keeps="the ids",
     kernels=("_embedding_kernel", "_embedding_backward_kernel", "_embedding_combine_kernel"),
+    gain="GPT-2 124M 2.6 % with precision=bf16-residual, 1.0 % without",
 )
 
 
@@ -147,6 +149,7 @@ RMS_NORM = Fusion(
     condition=_why_no_norm_kernel,
     keeps="x",
     kernels=("_rms_norm_kernel", "_rms_norm_backward_kernel", "_rms_norm_dweight_kernel"),
+    gain="none in a compiled step; add_rms_norm's kernel, for eager steps",
 )
 
 
@@ -217,6 +220,7 @@ SWIGLU_GEMM = Fusion(
     saved=("scratchlm::swiglu",),
     keeps="x, h, and the two factors of h's gradient",
     kernels=("_swiglu_gemm_kernel", "_swiglu_gemm_backward_kernel"),
+    gain="GPT-2 124M 4.6 %, Llama-3.2-1B 2.0 %, Qwen3-0.6B 1.6 %",
 )
 SWIGLU_GATE = Fusion(
     "swiglu_gate",
@@ -228,6 +232,7 @@ SWIGLU_GATE = Fusion(
     operators=("scratchlm::swiglu_gate", "scratchlm::swiglu_gate_backward"),
     keeps="x, W1 x, W3 x, h",
     kernels=("_swiglu_gate_kernel", "_swiglu_gate_backward_kernel"),
+    gain="GPT-2 124M 3.2 %, Qwen3-0.6B 1.6 %, where swiglu_gemm does not run",
 )
 SWIGLU_JOINED = Fusion(
     "swiglu_joined",
@@ -308,6 +313,7 @@ ADD_RMS_NORM = Fusion(
     operators=("scratchlm::add_rms_norm", "scratchlm::add_rms_norm_backward"),
     keeps="the sum",
     kernels=("_rms_norm_kernel", "_rms_norm_backward_kernel", "_rms_norm_dweight_kernel"),
+    gain="GPT-2 124M 2.3 %, Qwen3-0.6B 1.8 %",
 )
 
 

@@ -49,6 +49,7 @@ CHUNKED_LOSS = Fusion(
         "_lm_head_loss_kernel",
         "_scale_rows_kernel",
     ),
+    gain="GPT-2 124M 54 %, Qwen3-0.6B 14 %, Llama-3.2-1B 8.7 %",
 )
 
 

@@ -7,7 +7,7 @@ update that moves a matrix writes its shadow as well (`training/kernel_adamw.py`
 gradient as the product left it, in bfloat16. The numbers are those of autocast.
 
 An accelerated layer has its shadow (`module.shadow`) for the length of a backward pass alone:
-evaluation, generation and anybody's own loop see the model as it is. A matrix that somebody else
+evaluation, generation and anybody's own loop see the model as it is. A matrix that other code
 has changed is rounded anew before the next step.
 """
 
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody listens to a gradient: it then comes from autograd, as ever."""
+        """Whether a gradient has hooks: it then comes from autograd, as ever."""
         return any(
             w._backward_hooks or getattr(w, "_post_accumulate_grad_hooks", None)
             for w in self.weights

@@ -55,7 +55,7 @@ struct Forward {
         float* keys = scratch;
         float* values = keys + n.padded() * n.packed();
         float* rest = values + n.padded() * n.packed();
-        pack_turned(keys, k.of(b, key_head), k.row, n);
+        pack_transposed(keys, k.of(b, key_head), k.row, n);
         pack_channels(values, v.of(b, key_head), v.row, n.seq, n.seq, n, 1.0f);
         long group = n.heads / n.key_heads;
         for (long i = share; i < blocks(); i += of)  // later blocks are longer: each takes of all
@@ -137,7 +137,7 @@ struct Backward {
     long room() const { return 5 * (n.padded() + BLOCK) * n.packed() + 2 * BLOCK * BLOCK; }
 
     struct Keys {  // of a head, packed once
-        float *turned, *values_turned, *channels, *of_keys, *of_values;
+        float *transposed, *values_transposed, *channels, *of_keys, *of_values;
     };
     struct Queries {  // of a block: as A (rows) and as B (channels), and the tables P and ∂S
         float *rows, *channels, *out_rows, *out_channels, *of_rows, *table, *of_table;
@@ -154,8 +154,8 @@ struct Backward {
         float* rest = scratch + 5 * whole;
         Queries block{rest, rest + part, rest + 2 * part, rest + 3 * part, rest + 4 * part,
                       rest + 5 * part, rest + 5 * part + BLOCK * BLOCK, {}, {}, 0, 0};
-        pack_turned(keys.turned, k.of(b, key_head), k.row, n);
-        pack_turned(keys.values_turned, v.of(b, key_head), v.row, n);
+        pack_transposed(keys.transposed, k.of(b, key_head), k.row, n);
+        pack_transposed(keys.values_transposed, v.of(b, key_head), v.row, n);
         pack_channels(keys.channels, k.of(b, key_head), k.row, n.seq, n.seq, n, 1.0f);
         std::fill(keys.of_keys, keys.of_keys + 2 * whole, 0.0f);
         long group = n.heads / n.key_heads;
@@ -194,8 +194,8 @@ struct Backward {
         long count = std::min<long>(BLOCK, n.seq - first_key);
         for (long key = 0; key < count; key += PANEL) {
             long from = on_diagonal ? key / ROWS * ROWS : 0, panel = (first_key + key) * n.width;
-            scores(block.table + key, block.rows, keys.turned + panel, from, block.count);
-            scores(block.of_table + key, block.out_rows, keys.values_turned + panel, from,
+            scores(block.table + key, block.rows, keys.transposed + panel, from, block.count);
+            scores(block.of_table + key, block.out_rows, keys.values_transposed + panel, from,
                    block.count);
         }
         weigh(block, count, on_diagonal);
@@ -260,7 +260,7 @@ struct Backward {
     }
 };
 
-// Call run() on as many threads as there are to be had, at most `threads`.
+// Call run() on as many threads as are available, at most `threads`.
 template <class Run>
 void on_threads(Run& run, int threads) {
     if (GOMP_parallel != nullptr)

@@ -194,8 +194,8 @@ inline Vec zip(Vec a, Vec b, std::integer_sequence<int, I...>) {
 #endif
 }
 
-// Turn a square: each round interleaves the rows of its halves, and log₂ LANES rounds do it.
-inline void turn(Vec (&x)[LANES]) {
+// Transpose a square: each round interleaves the rows of its halves, and log₂ LANES rounds do it.
+inline void transpose(Vec (&x)[LANES]) {
     constexpr std::make_integer_sequence<int, LANES> lanes;
 #pragma GCC unroll 4
     for (int round = 1; round < LANES; round *= 2) {
@@ -211,7 +211,7 @@ inline void turn(Vec (&x)[LANES]) {
 }
 
 // To be summed over channels: to[panel, channel, row in panel].
-void pack_turned(float* to, const float* from, long stride, const Sizes& n) {
+void pack_transposed(float* to, const float* from, long stride, const Sizes& n) {
     for (long first = 0; first < n.padded(); first += LANES) {
         float* panel = to + first / PANEL * PANEL * n.width + first % PANEL;
         long rows = std::clamp<long>(n.seq - first, 0, LANES), c = 0;
@@ -219,7 +219,7 @@ void pack_turned(float* to, const float* from, long stride, const Sizes& n) {
             Vec square[LANES];
             for (int r = 0; r < LANES; ++r)
                 square[r] = *(const AnyVec*)(from + (first + r) * stride + c);
-            turn(square);
+            transpose(square);
             for (int r = 0; r < LANES; ++r) *(Vec*)(panel + (c + r) * PANEL) = square[r];
         }
         for (; c < n.width; ++c)
