@@ -137,7 +137,8 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
         print(table(["shape", "kernel", "us", "floor", "TB/s"], rows[-8:]), flush=True)
         del model, step
     return (
-        "Each kernel alone over all layers, programmatic dependent launch on; what fits in the L2 reads faster.\n\n"
+        "Each kernel alone over all layers, with programmatic dependent launch; what fits in the "
+        "L2 reads faster.\n\n"
         + table(["shape", "kernel", "µs", "floor, µs", "TB/s"], rows)
     )
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from acceleration.gpu import compiled_lines, use_kernels_on_cpu
 
+from acceleration.gpu import compiled_lines, use_kernels_on_cpu
 from scratchlm.accelerate import accelerate, conditions
 from scratchlm.accelerate.kernels.triton import embedding as kernel
 from scratchlm.accelerate.kernels.triton.embedding import (

@@ -197,7 +197,7 @@ def test_a_gradient_of_the_gradient_is_refused_not_wrong(custom_op):
     else:
         value = chunked_lm_head_loss(hidden, weight, targets)
     factor = torch.ones((), dtype=value.dtype, requires_grad=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|first derivatives only"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|first derivatives only"):
         torch.autograd.grad(factor * value, hidden, create_graph=True)[0].sum().backward()
 
 
