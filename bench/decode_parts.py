@@ -138,8 +138,7 @@ def kernels(shapes: dict[str, ModelConfig], rate: float) -> str:
         del model, step
     return (
         "Each kernel alone over all layers, with programmatic dependent launch; what fits in the "
-        "L2 reads faster.\n\n"
-        + table(["shape", "kernel", "µs", "floor, µs", "TB/s"], rows)
+        "L2 reads faster.\n\n" + table(["shape", "kernel", "µs", "floor, µs", "TB/s"], rows)
     )
 
 
