@@ -54,6 +54,9 @@ def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
     assert out.strip() == str(run / "report.html")
     assert "learning a vocabulary of 280 tokens" in err
     assert re.search(r"step 30: held-out loss \d\.\d+ .* bits/byte", err)
+    code, explained, _ = cli("explain", run, "--device", "cpu")
+    assert code == 0
+    assert re.search(r"cpu_decode +runs", explained)
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["model"]["d_model"] == 16
     assert config["model"]["vocab_size"] == 280
@@ -277,6 +280,7 @@ def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):
         (["train.lr=-1"], "lr must be"),
         (["train.speed=9"], "unknown config key: train.speed"),
         (["train.steps=5", "train.warmup_steps=6"], "warmup_steps must not exceed steps"),
+        (["--device", "cpu", "train.cuda_graph=true"], "train.cuda_graph needs a CUDA device"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text, wrong, message):

@@ -16,15 +16,25 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def find_model(name: str) -> ModelConfig:
-    """Read a preset, a TOML or JSON config, a Hugging Face config.json, or a directory of one."""
+    """Read a preset, a TOML or JSON config, a Hugging Face config.json, its directory, or a run."""
     path = Path(name)
     if path.is_dir():
-        return _read_json(path / "config.json")
+        return _read_json(_config_in(path))
     if path.suffix == ".toml":
         return load_config(path)
     if path.suffix == ".json":
         return _read_json(path)
     return preset(name)
+
+
+def _config_in(folder: Path) -> Path:
+    """Return a folder's config.json; of a run, that of its newest checkpoint."""
+    if (folder / "config.json").exists() or not (folder / "checkpoints").is_dir():
+        return folder / "config.json"
+    from scratchlm import checkpoint  # needs torch
+
+    newest = checkpoint.newest_valid(folder)
+    return (newest or folder) / checkpoint.CONFIG
 
 
 def _read_json(path: Path) -> ModelConfig:

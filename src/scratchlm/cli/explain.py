@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     model: Annotated[
-        str, typer.Argument(help="A preset, a config file, or a folder with a config.json.")
+        str, typer.Argument(help="A run, a preset, a config file, or a folder with a config.json.")
     ],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
     context: Annotated[

@@ -127,6 +127,7 @@ def _train(
     from scratchlm.cli.training_setup import continue_plan, make_plan
     from scratchlm.errors import ScratchLMError
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
+    from scratchlm.training.learner import check_overrides
 
     if tensorboard:
         TensorBoard.require()
@@ -137,6 +138,7 @@ def _train(
             f"{args.out} holds a run already: --resume goes on with it, another --out begins a "
             "new one"
         )
+    check_overrides(args.overrides.get("train", {}), where.type)
     machine = look_at_machine(where)
     plan = (continue_plan if begun else make_plan)(args, machine, _say)
     settings = plan.train.resolved(where.type)

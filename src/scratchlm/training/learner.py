@@ -243,6 +243,13 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
         raise ScratchLMError("train.checkpointed_layers needs train.checkpointing")
 
 
+def check_overrides(values: dict[str, Any], device: str) -> None:
+    """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
+    about = ("cuda_graph", "shares", "precision", "accelerate")
+    given = {name: values[name] for name in about if name in values}
+    check_applicable(TrainConfig.from_dict(given).resolved(device), device)
+
+
 def apply_precision(model: TransformerLM, precision: str | None) -> None:
     """Let the residual stream, or also the layers' products, run lower than autocast has them."""
     if precision in ("bf16-residual", "fp8"):
