@@ -34,10 +34,8 @@ class KVCache:
     ) -> None:
         capacity = config.context_length if capacity is None else capacity
         if batch_size < 1 or capacity < 1:
-            raise ValueError(
-                "batch_size and capacity must be at least 1; got "
-                f"batch_size={batch_size}, capacity={capacity}"
-            )
+            got = f"batch_size={batch_size}, capacity={capacity}"
+            raise ValueError(f"batch_size and capacity must be at least 1; got {got}")
         shape = (config.num_layers, batch_size, config.num_kv_heads, capacity, config.d_head)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)

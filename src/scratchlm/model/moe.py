@@ -57,10 +57,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
-            raise ValueError(
-                "experts_per_token must lie between 1 and num_experts; got "
-                f"experts_per_token={experts_per_token}, num_experts={num_experts}"
-            )
+            got = f"experts_per_token={experts_per_token}, num_experts={num_experts}"
+            raise ValueError(f"experts_per_token must lie between 1 and num_experts; got {got}")
         self.ops = get_ops(factory.get("ops", "fast"))
         self.experts_per_token, self.renormalize = experts_per_token, renormalize
         d_ff = default_d_ff(d_model) if d_ff is None else d_ff

@@ -10,7 +10,7 @@ becomes the same model in the other by permuting the rows of its query and key w
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from einops import rearrange
@@ -42,7 +42,10 @@ def rotary_frequencies(
             return _yarn(frequency, d_k, theta, scaling)
         case Llama3Scaling():
             return _llama3(frequency, scaling)
-    return frequency
+        case NTKScaling() | None:
+            return frequency
+        case _:
+            assert_never(scaling)
 
 
 def _yarn(frequency: Tensor, d_k: int, theta: float, scaling: YarnScaling) -> Tensor:

@@ -122,10 +122,10 @@ class Transformer(nn.Module):
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence longer than the context."""
-        if length > self.config.context_length:
+        most = self.config.context_length
+        if length > most:
             raise ValueError(
-                f"the sequence must not exceed context_length={self.config.context_length}; "
-                f"got {length} tokens"
+                f"the sequence must not exceed context_length={most}; got {length} tokens"
             )
 
     def _check_call(
