@@ -279,6 +279,7 @@ def test_a_gpu_that_is_named_becomes_the_current_one(monkeypatch):
     [
         (["train.lr=-1"], "lr must be"),
         (["train.speed=9"], "unknown config key: train.speed"),
+        (["train.betas=3"], "betas must be two numbers; got betas=3"),
         (["train.steps=5", "train.warmup_steps=6"], "warmup_steps must not exceed steps"),
         (["--device", "cpu", "train.cuda_graph=true"], "train.cuda_graph needs a CUDA device"),
     ],

@@ -63,7 +63,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_count(text: str) -> int:
     """Read a number of tokens: `300B`, `1.5T`, `20_000_000`, `1e9`."""
-    found = re.fullmatch(r"\s*([\d_]+(?:\.\d+)?(?:e\d{1,2})?)\s*([kKmMbBtT]?)\s*", text)
+    found = re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?(?:e\d{1,2})?)\s*([kKmMbBtT]?)\s*", text)
     if found is None:
         raise ValueError(f"a number of tokens is like 300B, 1.5T or 20_000_000; got {text!r}")
     return int(float(found[1]) * _COUNTS[found[2].lower()])

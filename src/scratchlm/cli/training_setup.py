@@ -104,7 +104,10 @@ def _config_tables(args: TrainArgs) -> dict[str, Any]:
     """Read --config (sections, or a model alone) and lay the overrides over it."""
     tables: dict[str, Any] = {}
     if args.config is not None:
-        text = args.config.read_text(encoding="utf-8")
+        try:
+            text = args.config.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.config}: not UTF-8 text: {error}") from None
         sections = {}
         if args.config.suffix == ".toml":
             with contextlib.suppress(tomllib.TOMLDecodeError):

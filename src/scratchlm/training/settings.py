@@ -71,6 +71,8 @@ class TrainConfig:
     patience: int = 0  # stop after this many evaluations without a better one; 0: never
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, (list, tuple)) or len(self.betas) != 2:
+            raise TypeError(f"betas must be two numbers; got betas={self.betas!r}")
         object.__setattr__(self, "betas", tuple(self.betas))
         for name, least in _WHOLE.items():
             _whole(name, getattr(self, name), least)
