@@ -9,7 +9,6 @@ why the reference path is compared, whose every product is a plain matmul.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -169,7 +168,6 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     """Run two training steps and return the most bytes that were allocated at once."""
     from scratchlm.accelerate import accelerate
 
-    gc.collect()  # a tied model and its head hold each other: nothing else frees earlier ones
     env = bindings(config, setup)
     low = torch.bfloat16 if setup.precision == "bf16" else None
     ops, without = OPS["fast"], []
