@@ -20,7 +20,7 @@ from scratchlm.accelerate.decoding import (
     why_not_cpu,
     why_not_model,
 )
-from scratchlm.inference import prefill
+from scratchlm.inference import generate, prefill
 from scratchlm.ops import OPS
 from tiny_models import FAMILIES, PLAIN, build, ids
 
@@ -255,3 +255,15 @@ def test_a_replaced_or_hooked_projection_is_called(how):
     assert called == [1]
     model.layers[0].attn.v_proj = Zero()
     assert not torch.allclose(model(tokens), expected)
+
+
+def test_a_bias_on_one_projection_and_two_epsilons_fall_back_to_the_model():
+    biased = build(FAMILIES["llama"], dtype=torch.float32)
+    biased.layers[0].attn.k_proj.bias = torch.nn.Parameter(torch.ones(8))
+    normed = build(FAMILIES["qwen3"], dtype=torch.float32)
+    normed.layers[1].attn.k_norm.eps = 0.5
+    for model, what in ((biased, "a bias on some"), (normed, "two different ε")):
+        assert what in why_not_cpu(model)
+        steps = {"max_new_tokens": 8, "seed": 0}
+        fast, slow = (generate(model, [[1, 2, 3]], use_cache=c, **steps) for c in (True, False))
+        assert fast[0].token_ids == slow[0].token_ids

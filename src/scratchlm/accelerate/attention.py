@@ -69,7 +69,8 @@ def _why_no_qkv_rope_attention(
     reason = _why_no_rope_kernel(module, x)
     if reason is not None:
         return reason
-    if module.fp8 or module.q_norm is not None or module.q_proj.bias is not None:
+    biased = any(getattr(module, name).bias is not None for name in _PROJECTIONS)
+    if module.fp8 or module.q_norm is not None or biased:
         return "biases, norms of queries and keys, or fp8"
     if module.d_head != hopper.HEAD:
         return f"heads of {module.d_head}, not of {hopper.HEAD}"
@@ -87,7 +88,10 @@ def _why_no_qkv_rope_attention(
 def _why_no_qkv_norm_rope(
     module: AcceleratedAttention, x: Tensor, context: ForwardContext
 ) -> str | None:
-    return _why_no_rope_kernel(module, x)
+    reason = _why_no_rope_kernel(module, x)
+    if reason is None and module.q_norm is not None and module.k_norm is not None:
+        return None if module.q_norm.eps == module.k_norm.eps else "norms with two different ε"
+    return reason
 
 
 def _why_no_qkv_joined(
@@ -109,6 +113,7 @@ QKV_ROPE_ATTENTION = Fusion(
     saved=("scratchlm::qkv_rope_product",),
     keeps="x, Q, K, V, attention's output, a log-sum per query and head",
     kernels=(
+        "_qkv_rope_kernel",
         "_attention_backward_kernel",
         "_attention_stats_kernel",
         "_dq_rope_kernel",

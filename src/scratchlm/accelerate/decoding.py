@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,13 @@ def why_not_model(model: TransformerLM) -> str | None:
             return f"{name or 'a model'} that is hooked, replaced, patched or parametrised"
         if not has_fast_ops(module, OP_NAMES):
             return f"user-provided ops in {name or 'the model'}"
+    for layer in model.layers:
+        attn: Any = layer.attn
+        biased = {proj.bias is not None for proj in (attn.q_proj, attn.k_proj, attn.v_proj)}
+        if len(biased) > 1:
+            return "a bias on some of the projections of queries, keys and values"
+        if attn.q_norm is not None and attn.q_norm.eps != attn.k_norm.eps:
+            return "norms of queries and keys with two different ε"
     weights = list(model.parameters())
     if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
         return "weights that are not plain contiguous parameters"
