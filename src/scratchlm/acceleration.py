@@ -6,7 +6,7 @@ Where the room is missing, everything works, slower: each function here has the 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from scratchlm.errors import ScratchLMError
 
@@ -106,12 +106,3 @@ def launches_for(x: Tensor) -> bool:
     from scratchlm.accelerate.kernels import launches_for
 
     return launches_for(x)
-
-
-def fusions() -> list[Any]:
-    """Return the table of fusions."""
-    if not is_available():
-        return []
-    from scratchlm.accelerate import FUSIONS
-
-    return list(FUSIONS)

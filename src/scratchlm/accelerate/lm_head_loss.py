@@ -64,7 +64,7 @@ def chunked_lm_head_loss(
 
 
 def supports_compiled(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether compiled code, too, calls the chunkd loss: it trains on a CPU, in one precision."""
+    """Whether compiled code, too, calls the chunked loss: it trains on a CPU, in one precision."""
     return (
         hidden.is_cpu
         and torch.is_grad_enabled()
