@@ -16,8 +16,9 @@ MAY_IMPORT = {
     "config": {"errors"},
     "ops": set(),
     "model": {"config", "ops"},
-    "accelerate": {"config", "ops", "model", "errors"},
-    "acceleration": {"accelerate", "model", "errors"},  # the door to the room
+    "paged": {"config"},
+    "accelerate": {"config", "ops", "model", "paged", "errors"},
+    "acceleration": {"accelerate", "model", "paged", "errors"},  # the door to the room
     "accounting": {"config", "errors"},
     "accounting.verify": {"config", "accounting", "model", "ops", "accelerate", "errors"},
     "tokenizer": {"durable", "errors"},
@@ -30,7 +31,8 @@ MAY_IMPORT = {
     },
     "interop": {"config", "durable", "errors"},
     "inference": {
-        *("model", "acceleration", "tokenizer", "checkpoint", "interop", "config", "errors"),
+        *("model", "acceleration", "paged", "tokenizer", "checkpoint", "interop", "config"),
+        "errors",
     },
     "inspect": {"model", "inference", "errors"},
     "evaluation": {"inference", "errors"},
@@ -52,6 +54,7 @@ OUTSIDE = {
     "model": {"torch", "einops", "jaxtyping"},
     "accelerate": {"torch", "einops", "jaxtyping", "triton"},
     "acceleration": {"torch"},
+    "paged": {"torch", "jaxtyping"},
 }
 NOT_ELSEWHERE = {"triton": "accelerate"}  # package -> the only room that may use it
 STDLIB = set(__import__("sys").stdlib_module_names)

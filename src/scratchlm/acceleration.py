@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from scratchlm.accelerate.decoding import Decoder
     from scratchlm.accelerate.shadow_weights import ShadowWeights
     from scratchlm.model import KVCache, TransformerLM
+    from scratchlm.paged import PagedCache, Runner
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -53,6 +54,20 @@ def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
     from scratchlm.accelerate.decoding import make_decoder
 
     return make_decoder(model, cache)
+
+
+def make_runner(
+    model: TransformerLM, cache: PagedCache, *, max_rows: int, exact: bool
+) -> Runner | None:
+    """Return what reads steps of many requests in one forward, if anything does.
+
+    With `exact` no sum depends on what else is in the step; on a CPU it never does.
+    """
+    if not is_available():
+        return None
+    from scratchlm.accelerate.decoding import make_runner
+
+    return make_runner(model, cache, max_rows=max_rows, exact=exact)
 
 
 def join_weights(model: TransformerLM) -> None:

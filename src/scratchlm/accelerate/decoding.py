@@ -21,6 +21,7 @@ from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
 from scratchlm.config import ModelConfig
 from scratchlm.model import KVCache, TransformerLM
 from scratchlm.ops import OP_NAMES
+from scratchlm.paged import PagedCache, Runner
 
 # Fields of a config and of its parts that both decoders handle.
 HANDLED: dict[type, set[str]] = {
@@ -131,6 +132,13 @@ def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
         from scratchlm.accelerate.graph_decoder import GraphDecoder
 
         return GraphDecoder(model, cache)
+    return None
+
+
+def make_runner(
+    model: TransformerLM, cache: PagedCache, *, max_rows: int, exact: bool
+) -> Runner | None:
+    """Return what reads steps over the pages of a cache, where something takes this model."""
     return None
 
 
