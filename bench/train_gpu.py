@@ -34,8 +34,7 @@ from scratchlm.accelerate import FUSIONS, accelerate
 from scratchlm.accounting.flops import training_flops_per_token
 from scratchlm.config import PRESETS
 from scratchlm.data import Batch
-from scratchlm.training.learner import Learner
-from scratchlm.training.session import NO_WORKSPACE, WORKSPACE
+from scratchlm.training.learner import NO_WORKSPACE, WORKSPACE, Learner
 from scratchlm.training.settings import TrainConfig, parse_overrides
 from scratchlm.training.step import backward
 
@@ -60,6 +59,9 @@ _QWEN3 = replace(PRESETS["qwen3-0.6b"], context_length=2048)
 SHAPES = {
     "medium": Shape(
         ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 16, 1024, "llama compiled", target="0.65"
+    ),
+    "small": Shape(
+        ModelConfig(32_000, 1024, 512, 8, 8, 1408), 32, 1024, "llama compiled", target="0.57"
     ),
     "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, "llama eager", target="0.62", fp8_target="0.80"),
     "qwen3-0.6b": Shape(
@@ -117,8 +119,6 @@ def tokens_of(shape: Shape) -> tuple[Tensor, Tensor]:
 def our_step(shape: Shape, settings: dict[str, Any], without: Sequence[str] = ()) -> Step:
     model = accelerate(TransformerLM(shape.config, device="cuda"), without)
     given = {
-        "compile": "block",
-        "cuda_graph": True,
         "batch_size": shape.batch,
         "checkpointing": shape.checkpointing,
         "checkpointed_layers": shape.checkpointed_layers,

@@ -1,5 +1,7 @@
 """One step: accumulation is the big batch, and what is not finite changes nothing."""
 
+import contextlib
+import types
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
 from scratchlm.training.learner import apply_precision, check_applicable
-from scratchlm.training.recording import RecordedBackward
+from scratchlm.training.recording import PLAIN_STEPS, RecordedBackward
 from training.tiny import MODEL, make_learner, state_of
 
 
@@ -228,58 +230,155 @@ def test_all_layers_share_one_compiled_graph():
 class FakeGraph:
     """Stands in for a CUDA graph: what was recorded is run again on replay."""
 
-    recording = None
+    def __init__(self):
+        self.work = None
 
     def replay(self):
-        FakeGraph.recording()
+        self.work()
 
 
-def test_a_recorded_backward_fills_the_same_gradients_as_the_plain_one(monkeypatch):
-    """On a CPU the recorder's own logic; what a graph does with it is shown on a GPU."""
-    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
-    learner = Learner(build_model(config, 0, "cpu"), TrainConfig())
-    parameters = list(learner.parameters.values())
-    recorded = RecordedBackward(learner.backward, parameters)
+@contextlib.contextmanager
+def fake_graphs(monkeypatch, learner):
+    """Record on a CPU: a graph replays `learner.backward` into the gradients it was recorded with.
 
-    def record(batch, weight):
-        recorded._batch = Batch(batch.inputs.clone(), batch.targets.clone())
-        recorded._weight, recorded._loss = weight.clone(), torch.zeros(())
-        recorded._gradients = [torch.zeros_like(p) for p in parameters]
-        recorded._graph = FakeGraph()
+    What a graph really does with it is shown on a GPU.
+    """
+
+    @contextlib.contextmanager
+    def capture(graph):
+        recorded = learner.recorded
+        yield
+        accumulated = [p.grad for p in recorded.parameters]
+        for gradient in accumulated:
+            gradient.zero_()  # a capture computes nothing
 
         def again():
-            for p in parameters:
-                p.grad.zero_()
-            recorded._loss.copy_(learner.backward(recorded._batch, recorded._weight))
+            before = [p.grad for p in recorded.parameters]
+            assert all(b is a for b, a in zip(before, accumulated, strict=True)), "not lent"
+            if not recorded.accumulates:
+                for gradient in accumulated:
+                    gradient.zero_()
+            recorded._loss.copy_(learner._backward(recorded._batch, recorded._weight))
 
-        FakeGraph.recording = again
+        graph.work = again
 
-    monkeypatch.setattr(recorded, "_record", record)
-    for step in range(5):
-        tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(step))
-        batch, weight = Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(0.5 + step)
-        found = []
-        for run in (learner.backward, recorded):
-            for p in parameters:
-                p.grad = None
-            found.append([run(batch, weight), *(p.grad.clone() for p in parameters)])
-        for plain, replayed in zip(*found, strict=True):
-            torch.testing.assert_close(plain, replayed)
-    short = Batch(tokens[:1, :-1], tokens[:1, 1:])
-    for p in parameters:
-        p.grad = None
-    torch.testing.assert_close(recorded(short, weight), learner.backward(short, weight))
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    yield
+
+
+def recording_learner(micro, warn=None):
+    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
+    learner = Learner(
+        build_model(config, 0, "cpu"), TrainConfig(batch_size=5, micro_batch_size=micro)
+    )
+    plain = Learner(
+        build_model(config, 0, "cpu"), TrainConfig(batch_size=5, micro_batch_size=micro)
+    )
+    learner.recorded = RecordedBackward(
+        learner.backward,
+        list(learner.parameters.values()),
+        accumulates=micro != 5,
+        warn=warn or pytest.fail,
+    )
+    return learner, plain
+
+
+def some_batch(step):
+    tokens = torch.randint(32, (5, 9), generator=torch.Generator().manual_seed(step))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+@pytest.mark.parametrize("micro", [5, 2], ids=["whole batches", "micro-batches, the last shorter"])
+def test_recorded_steps_are_the_plain_ones(monkeypatch, micro):
+    learner, plain = recording_learner(micro)
+    with fake_graphs(monkeypatch, learner):
+        for step in range(6):
+            results = [take_step(who, some_batch(step), step, 1e-2) for who in (learner, plain)]
+            assert results[0] == results[1]
+            assert (learner.recorded._graph is not None) == (step >= PLAIN_STEPS)
+    for ours, theirs in zip(learner.parameters.values(), plain.parameters.values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("micro", [5, 2])
+def test_where_recording_fails_one_line_says_so_and_training_goes_on(monkeypatch, micro):
+    told = []
+    learner, plain = recording_learner(micro, told.append)
+
+    @contextlib.contextmanager
+    def fails(graph):
+        yield
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    with fake_graphs(monkeypatch, learner):
+        monkeypatch.setattr(torch.cuda, "graph", fails)
+        for step in range(5):
+            results = [take_step(who, some_batch(step), step, 1e-2) for who in (learner, plain)]
+            assert results[0] == results[1]
+    assert len(told) == 1
+    assert told[0].startswith("train.cuda_graph: recording failed, ")
+    assert told[0].endswith(": operation not permitted when stream is capturing")
+
+
+def test_where_compiling_fails_one_line_says_so_and_training_goes_on(monkeypatch):
+    told = []
+    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
+    plain = Learner(build_model(config, 0, "cpu"), TrainConfig(batch_size=5))
+
+    def no_compiler(self, *args, **options):
+        raise RuntimeError("no working\nC compiler")
+
+    def compile_badly(self, **options):
+        self._compiled_call_impl = no_compiler
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_badly)
+    settings = TrainConfig(batch_size=5, compile="block")
+    learner = Learner(build_model(config, 0, "cpu"), settings, warn=told.append)
+    for step in range(3):
+        results = [take_step(who, some_batch(step), step, 1e-2) for who in (learner, plain)]
+        assert results[0] == results[1]
+    assert told == [
+        "train.compile: compiling failed, layers run as they are: no working C compiler"
+    ]
+
+
+def test_an_error_of_ones_own_is_not_taken_for_the_compilers(monkeypatch):
+    settings = TrainConfig(batch_size=5, compile="block")
+    config = ModelConfig(32, 8, d_model=16, num_layers=2, num_heads=2, d_ff=32)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    learner = Learner(build_model(config, 0, "cpu"), settings, warn=lambda text: None)
+
+    def broken(*args):
+        raise ZeroDivisionError("mine")
+
+    learner.model.layers[0].register_forward_hook(broken)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        take_step(learner, some_batch(0), 0, 1e-2)
+
+
+def test_on_a_gpu_blocks_are_compiled_and_steps_recorded_by_default():
+    there, here = TrainConfig().resolved("cuda"), TrainConfig().resolved("cpu")
+    assert (there.compile, there.cuda_graph, there.precision) == ("block", True, "bf16-mixed")
+    assert (here.compile, here.cuda_graph, here.precision) == ("off", False, "fp32")
+    chosen = TrainConfig(compile="off", cuda_graph=False).resolved("cuda")
+    assert (chosen.compile, chosen.cuda_graph) == ("off", False)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("micro", [4, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-residual", "fp8"])
-def test_a_recorded_run_takes_the_steps_of_a_plain_one(precision):
+def test_a_recorded_run_takes_the_steps_of_a_plain_one(precision, micro):
     config = ModelConfig(64, 32, d_model=64, num_layers=2, num_heads=2, d_ff=128)
     losses = []
     for cuda_graph in (False, True):
         settings = TrainConfig(
-            batch_size=4, precision=precision, cuda_graph=cuda_graph, compile="block"
+            batch_size=4, micro_batch_size=micro, precision=precision, cuda_graph=cuda_graph
         )
         learner = Learner(build_model(config, 0, "cuda"), settings)
         steps = []
@@ -313,11 +412,6 @@ def test_a_model_trained_low_still_answers_in_full_precision(precision):
 
 REFUSED = {
     "cuda_graph": ({"cuda_graph": True}, "cpu", "train.cuda_graph needs a CUDA device"),
-    "cuda_graph, micro-batches": (
-        {"cuda_graph": True, "batch_size": 4, "micro_batch_size": 2},
-        "cuda",
-        "train.cuda_graph .* train.micro_batch_size must be train.batch_size=4; got 2",
-    ),
     "shares": ({"shares": 2}, "cuda", "train.shares is for a CPU; the model is on cuda"),
     "fp8": ({"precision": "fp8"}, "cpu", "train.precision=fp8 needs a CUDA device"),
     "fp8, plain": (
@@ -351,7 +445,7 @@ def test_settings_that_can_apply_are_not_refused():
         ({}, "cpu"),
         ({"shares": 2, "batch_size": 4}, "cpu"),
         ({"cuda_graph": True, "batch_size": 4}, "cuda"),
-        ({"cuda_graph": True, "batch_size": 4, "micro_batch_size": 4}, "cuda"),
+        ({"cuda_graph": True, "batch_size": 4, "micro_batch_size": 2}, "cuda"),
         ({"precision": "fp8"}, "cuda"),
         ({"checkpointed_layers": 1, "checkpointing": "block"}, "cpu"),
     ):

@@ -90,6 +90,11 @@ class ShadowWeights:
                 group.owner.shadow = None
         self._hand_over()
 
+    def forget_gradients(self) -> None:
+        """Drop what a backward pass that failed has left."""
+        for group in self.groups:
+            group.shadow.grad = None
+
     def _hand_over(self) -> None:
         for group in self.groups:
             gradient, group.shadow.grad = group.shadow.grad, None

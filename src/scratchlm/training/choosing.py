@@ -134,7 +134,6 @@ def choose_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainC
         batch_size=batch_size,
         eval_batches=max(8, steps // 80),  # about a tenth of the time, at 20 evaluations per run
         lr=float(f"{lr:.2g}"),
-        compile="block" if machine.is_gpu else "off",
     )
     return fit_in_memory(model, settings, machine)
 

@@ -72,8 +72,8 @@ def evaluate(
             num_bytes += int(bytes_per_id[valid_targets].sum())
         on_device = batch.to(device, non_blocking=True)
         with autocast:
-            logits = model(on_device.inputs, document_ids=on_device.document_ids)
-            mean = model.ops.cross_entropy(logits, on_device.targets, ignore_index=IGNORE_INDEX)
+            hidden = model.hidden(on_device.inputs, document_ids=on_device.document_ids)
+            mean = model.head_loss(hidden, on_device.targets, ignore_index=IGNORE_INDEX)
         means.append(mean)
         counts.append(count)
     if not counts:

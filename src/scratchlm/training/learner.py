@@ -12,6 +12,8 @@ With an average, `model.safetensors` holds the average: it is the model one want
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
 from typing import Any
@@ -43,11 +45,14 @@ class Learner:
         self,
         model: TransformerLM,
         settings: TrainConfig,
+        *,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self.model = model
+        self.model, self.warn = model, warn
         self.device = next(model.parameters()).device
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
+        disable_cublas_workspace(settings)
         if settings.accelerate:
             acceleration.accelerate(model)
         else:
@@ -70,6 +75,7 @@ class Learner:
         apply_checkpointing(model, settings.checkpointing, settings.checkpointed_layers)
         apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
+        self._compiled_once = settings.compile == "off"
         self.shadow = None
         if settings.accelerate and settings.precision != "fp32" and self.device.type == "cuda":
             low = all(isinstance(optimizer, ScalesGradients) for optimizer in self.optimizers)
@@ -82,17 +88,52 @@ class Learner:
             self.shares = Shares(settings.shares)
         self.recorded: RecordedBackward | None = None
         if settings.cuda_graph:
-            self.recorded = RecordedBackward(self.backward, list(self.parameters.values()))
+            self.recorded = RecordedBackward(
+                self.backward,
+                list(self.parameters.values()),
+                accumulates=settings.micro_batch_size != settings.batch_size,
+                warn=warn,
+            )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Run matmuls in bfloat16 where the settings say so."""
         mixed = self.settings.precision != "fp32"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=mixed)
 
+    def without_compile(self) -> contextlib.AbstractContextManager[Any]:
+        """Run layers as they are: what evaluation and samples gain is less than compiling costs."""
+        if self.settings.compile == "off":
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
+
     def backward(self, batch: Batch, weight: Tensor) -> Tensor:
         """Add to the gradients those of the batch's mean loss × weight; return that."""
         if self.shares is not None:
             return self._backward_in_shares(self.shares, batch, weight)
+        if self._compiled_once:
+            return self._backward(batch, weight)
+        try:
+            loss = self._backward(batch, weight)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler fails in many ways; ours fail again without it
+            self._give_up_compiling(error)
+            loss = self._backward(batch, weight)
+        self._compiled_once = True
+        return loss
+
+    def _give_up_compiling(self, error: Exception) -> None:
+        """Go on with the layers as they are, as if the first step had not been tried."""
+        remove_compile(self.model)
+        self.loss = self.model.loss
+        for p in self.parameters.values():
+            p.grad = None
+        if self.shadow is not None:
+            self.shadow.forget_gradients()
+        why = " ".join(str(error).split())[:200]
+        self.warn(f"train.compile: compiling failed, layers run as they are: {why}")
+
+    def _backward(self, batch: Batch, weight: Tensor) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         with contextlib.nullcontext() if self.shadow is None else self.shadow.visible():
             share = self._weighed_loss(batch, weight)
@@ -226,11 +267,6 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
     """Refuse by name a setting that cannot apply to a model on such a device."""
     if settings.cuda_graph and device != "cuda":
         raise ScratchLMError(f"train.cuda_graph needs a CUDA device; the model is on {device}")
-    if settings.cuda_graph and settings.micro_batch_size != settings.batch_size:
-        raise ScratchLMError(
-            "train.cuda_graph records whole batches: train.micro_batch_size must be "
-            f"train.batch_size={settings.batch_size}; got {settings.micro_batch_size}"
-        )
     if settings.shares > 1 and device != "cpu":
         raise ScratchLMError(f"train.shares is for a CPU; the model is on {device}")
     if settings.precision == "fp8" and device != "cuda":
@@ -344,7 +380,7 @@ def apply_checkpointing(model: TransformerLM, policy: str, layers: int | None = 
             module.__class__ = _recomputed(type(module), how)  # type: ignore[arg-type]
 
 
-def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
+def apply_compile(model: TransformerLM, how: str | None) -> Callable[..., Tensor]:
     """Return the loss, compiled whole or layer by layer; names in the state dict stay.
 
     Every shape has a graph of its own: one with symbolic sizes may sum in another order, and which
@@ -358,3 +394,20 @@ def apply_compile(model: TransformerLM, how: str) -> Callable[..., Tensor]:
         for layer in model.layers:
             layer.compile(dynamic=False)
     return model.loss
+
+
+def remove_compile(model: TransformerLM) -> None:
+    """Take back what `apply_compile` has done to the layers."""
+    for layer in model.layers:
+        layer._compiled_call_impl = None
+
+
+# Read when cuBLAS starts. With a workspace, cuBLAS clears part of it before every GEMM: in a CUDA
+# graph of small kernels that costs about 1 %, and without one the GEMMs are as fast.
+WORKSPACE, NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":0:0"
+
+
+def disable_cublas_workspace(settings: TrainConfig) -> None:
+    """Run the GEMMs of CUDA graphs without a workspace, unless the user has set the variable."""
+    if settings.cuda_graph and not settings.deterministic:
+        os.environ.setdefault(WORKSPACE, NO_WORKSPACE)

@@ -123,7 +123,7 @@ def _evaluate_if_due(
     if not every or (progress.step % every and not last) or progress.evaluated == progress.step:
         return False
     best = False
-    with learner.best_weights() as model:
+    with learner.best_weights() as model, learner.without_compile():
         if data.validation is not None:
             result = evaluate(
                 model,

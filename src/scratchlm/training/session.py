@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,10 @@ from scratchlm.data import Batches, TokenFile, ValidationBatches
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.errors import ScratchLMError
 from scratchlm.ops import Ops
-from scratchlm.training.learner import Learner, build_model
+from scratchlm.training.learner import NO_WORKSPACE, WORKSPACE, Learner, build_model
 from scratchlm.training.loop import Data, Sampler, Watcher, train
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
-from scratchlm.training.settings import TrainConfig
 from scratchlm.training.throughput import Throughput, make_throughput
 
 
@@ -65,11 +65,14 @@ def run_plan(
                 "another --out begins a new one"
             )
         settings = plan.train.resolved(device.type)
-        disable_cublas_workspace(settings)
         stack.enter_context(deterministic_kernels(settings.deterministic))
         files = _open_token_files(plan, stack)
         data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
-        learner = Learner(build_model(plan.model, settings.seed, device, ops), settings)
+        learner = Learner(
+            build_model(plan.model, settings.seed, device, ops),
+            settings,
+            warn=warnings.warn if warn is None else warn,
+        )
         write_plan(directory, replace(plan, train=settings))
         run = stack.enter_context(
             Run(
@@ -94,17 +97,6 @@ def run_plan(
             should_stop=should_stop,
         )
         return Outcome(ended, run.progress, learner)
-
-
-# Read when cuBLAS starts. With a workspace, cuBLAS clears part of it before every GEMM: in a CUDA
-# graph of small kernels that costs about 1 %, and without one the GEMMs are as fast.
-WORKSPACE, NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":0:0"
-
-
-def disable_cublas_workspace(settings: TrainConfig) -> None:
-    """Run the GEMMs of CUDA graphs without a workspace, unless the user has set the variable."""
-    if settings.cuda_graph and not settings.deterministic:
-        os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
 
 
 @contextlib.contextmanager

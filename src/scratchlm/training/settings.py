@@ -57,11 +57,11 @@ class TrainConfig:
     # layers' matmuls lower still. None: bf16-mixed on a GPU, fp32 elsewhere
     precision: str | None = None
     accelerate: bool | None = None  # fused layers and kernels; None: where available
-    compile: str = "off"
+    compile: str | None = None  # off, block or model; None: block on a GPU, off elsewhere
     checkpointing: str = "none"
     checkpointed_layers: int | None = None  # that many, the first; None: all
     shares: int = 1  # of a batch, computed side by side, a thread each; a CPU's matter
-    cuda_graph: bool = False  # forward and backward recorded once and replayed; a GPU's matter
+    cuda_graph: bool | None = None  # record forward and backward, replay them; None: on a GPU
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
@@ -82,13 +82,18 @@ class TrainConfig:
             _number("betas", beta, 0, 1)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name == "precision"):
+            if value not in choices and not (value is None and name in _OPTIONAL):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-        for name in ("fast_optimizer", "document_mask", "cuda_graph", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}")
-        if self.accelerate not in (None, True, False):
-            raise TypeError(f"accelerate must be true or false; got {self.accelerate!r}")
+        for name in (
+            "fast_optimizer",
+            "document_mask",
+            "deterministic",
+            "cuda_graph",
+            "accelerate",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
+                raise TypeError(f"{name} must be true or false; got {value!r}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(
                 "micro_batch_size must not exceed batch_size; got "
@@ -112,6 +117,8 @@ class TrainConfig:
             "decay_steps": self.steps // 5,
             "precision": "bf16-mixed" if device_type == "cuda" else "fp32",
             "accelerate": acceleration.is_available(),
+            "compile": "block" if device_type == "cuda" else "off",
+            "cuda_graph": device_type == "cuda",
             "eval_every": every,
             "save_every": max(10, every),
         }

@@ -69,8 +69,11 @@ def clip_gradients(learner: Learner) -> tuple[Tensor, Tensor | None]:
 
 def backward(learner: Learner, batch: Batch) -> Tensor:
     """Fill the gradients with those of the batch's mean loss; return that loss."""
-    for p in learner.parameters.values():
-        p.grad = None
+    if learner.recorded is not None:
+        learner.recorded.begin_step()
+    else:
+        for p in learner.parameters.values():
+            p.grad = None
     if learner.shadow is not None:
         learner.shadow.refresh()
     settings, total = learner.settings, max(1, batch.num_targets())
