@@ -8,15 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scratchlm.checkpoint import find_checkpoints, step_of, verify_checkpoint
+from scratchlm.checkpoint import (
+    checkpoint_path,
+    find_checkpoints,
+    read_manifest,
+    step_of,
+    verify_checkpoint,
+)
 from scratchlm.config import MoE
 from scratchlm.errors import ScratchLMError
-from scratchlm.training import TrainConfig, Watcher, hold_run, read_metrics
+from scratchlm.training import Run, TrainConfig, Watcher, hold_run, read_metrics
 from training.tiny import (
     MODEL,
     SETTINGS,
     assert_same_state,
     log_of,
+    make_learner,
     run_training,
     write_data,
 )
@@ -118,6 +125,44 @@ def test_the_last_and_the_best_checkpoints_stay(tmp_path, data):
     assert steps == sorted({best, 56, 60})
     for path in find_checkpoints(tmp_path):
         verify_checkpoint(path)
+
+
+def test_where_saving_is_dear_the_best_step_is_written_with_the_last(tmp_path, data, monkeypatch):
+    """Its weights are those of the best step, not of the moment it was written at."""
+    settings = replace(SETTINGS, lr=3.0, warmup_steps=60, clip=0.0, save_every=0)
+    run_training(tmp_path / "often", data, settings)
+    saved = []
+    monkeypatch.setattr(Run, "may_save", property(lambda run: False))
+    watcher = Watcher()
+    watcher.saved = lambda path: saved.append(step_of(path))
+    run_training(tmp_path / "late", data, settings, watchers=(watcher,))
+    best = read_manifest(find_checkpoints(tmp_path / "often")[-1])["metadata"]["reached"][
+        "best_step"
+    ]
+    assert 0 < best < 60
+    assert saved == [best, 60]
+    for name in ("model.safetensors", "training_state.safetensors"):
+        often, late = (checkpoint_path(tmp_path / run, best) / name for run in ("often", "late"))
+        assert often.read_bytes() == late.read_bytes()
+
+
+def test_saving_takes_its_share_of_the_time_and_no_more(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("scratchlm.training.run.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Run, "_write", lambda *_: now.__setitem__(0, now[0] + 2.0))
+    monkeypatch.setattr(Run, "is_saved", False)
+    run = Run(tmp_path, {})
+    assert run.may_save
+    assert not run.is_overdue
+    run.save(make_learner())  # two seconds, of which a session of forty has one twentieth
+    assert not run.may_save
+    now[0] = 1039.0
+    assert not run.may_save
+    now[0] = 1040.0
+    assert run.may_save
+    assert not run.is_overdue
+    now[0] = 1303.0
+    assert run.is_overdue
 
 
 def test_early_stop_stops_and_stays_stopped(tmp_path, data):

@@ -17,6 +17,7 @@ from scratchlm.config import MoE
 from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
+from scratchlm.training.evaluation import merge_batches
 from scratchlm.training.learner import apply_precision, check_applicable
 from scratchlm.training.recording import PLAIN_STEPS, RecordedBackward
 from training.tiny import MODEL, make_learner, state_of
@@ -225,6 +226,17 @@ def test_all_layers_share_one_compiled_graph():
         for _ in range(2):
             learner.loss(tokens, tokens).backward()
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 24, 1000])
+def test_merged_batches_hold_the_same_rows_in_no_more_than_so_many_tokens(tokens):
+    rows = [make_batch(n, seed=n) for n in (2, 2, 1)] + [Batch(*[torch.zeros(1, 3).long()] * 2)]
+    merged = list(merge_batches(rows, tokens))
+    for name in ("inputs", "targets"):
+        flat = [[getattr(b, name).flatten() for b in batches] for batches in (rows, merged)]
+        assert torch.equal(*(torch.cat(parts) for parts in flat))
+    whole = [len(b.inputs) for b in merged]
+    assert whole == {1: [2, 2, 1, 1], 16: [2, 2, 1, 1], 24: [2, 3, 1], 1000: [5, 1]}[tokens]
 
 
 class FakeGraph:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scratchlm.accelerate.kernels import is_current
+from scratchlm.ops.ranges import constant_in_graphs
 
 VERSIONS = ("3.6", "3.7")
 HEAD = 64  # channels of a head
@@ -38,7 +39,7 @@ def _is_known() -> bool:
 _KNOWN = _is_known()
 
 
-@torch.compiler.assume_constant_result  # a compiler asks once, and does not look inside
+@constant_in_graphs  # a compiler asks once, and does not look inside
 def is_hopper(device: int) -> bool:
     """Whether this GPU is one, kernels are launched on it, and Triton is a known one."""
     return _KNOWN and is_current(device) and torch.cuda.get_device_capability(device) == (9, 0)
@@ -94,12 +95,12 @@ def why_no_attention(x: Tensor, num_heads: tuple[int, int]) -> str | None:
     return None if full else "heads too few or too short to split"
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _cudnn_is_enabled() -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import native, short_attention
 from scratchlm.ops.masks import CausalMask, Mask, are_groups
-from scratchlm.ops.ranges import is_transformed
+from scratchlm.ops.ranges import constant_in_graphs, is_transformed
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
@@ -78,7 +78,7 @@ def _supports_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _has_cpu_kernel() -> bool:
     """Whether our own kernel can be had; at the first call it is compiled."""
     if native.library() is None:

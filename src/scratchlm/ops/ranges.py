@@ -8,8 +8,23 @@ lookup, and the caller marks what it touches with NaN, which the next reading of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: F) -> F:
+    """Let a compiler call this while it traces, and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the compiler for it:
+    two seconds for everybody who compiles nothing.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def can_look(index: Tensor) -> bool:

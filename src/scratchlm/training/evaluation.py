@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -45,6 +45,33 @@ class Evaluation:
         return self.loss * self.targets / math.log(2) / self.num_bytes
 
 
+# A GPU is filled by about this many tokens at a time, if their logits take no more than so much.
+GPU_TOKENS, LOGIT_BYTES = 65_536, 2 << 30
+
+
+def merge_batches(batches: Iterable[Batch], tokens: int) -> Iterator[Batch]:
+    """Lay consecutive batches together, up to this many tokens."""
+    waiting: list[Batch] = []
+    for batch in batches:
+        held = sum(b.inputs.numel() for b in waiting)
+        other_shape = waiting and waiting[0].inputs.shape[1:] != batch.inputs.shape[1:]
+        if waiting and (other_shape or held + batch.inputs.numel() > tokens):
+            yield _merge(waiting)
+            waiting = []
+        waiting.append(batch)
+    if waiting:
+        yield _merge(waiting)
+
+
+def _merge(batches: list[Batch]) -> Batch:
+    documents = [b.document_ids for b in batches if b.document_ids is not None]
+    return Batch(
+        torch.cat([b.inputs for b in batches]),
+        torch.cat([b.targets for b in batches]),
+        torch.cat(documents) if documents else None,
+    )
+
+
 @torch.no_grad()
 def evaluate(
     model: TransformerLM,
@@ -61,7 +88,11 @@ def evaluate(
     counts: list[int] = []
     num_bytes = 0
     autocast = contextlib.nullcontext() if autocast is None else autocast
-    for batch in islice(batches, max_batches or None):
+    chosen: Iterable[Batch] = islice(batches, max_batches or None)
+    if device.type == "cuda":
+        logits = 6 * model.config.vocab_size  # bytes for a token's, in bfloat16 and in float32
+        chosen = merge_batches(chosen, min(GPU_TOKENS, LOGIT_BYTES // logits))
+    for batch in chosen:
         if should_stop():
             return None
         count = batch.num_targets()

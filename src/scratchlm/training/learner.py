@@ -411,3 +411,4 @@ def disable_cublas_workspace(settings: TrainConfig) -> None:
     """Run the GEMMs of CUDA graphs without a workspace, unless the user has set the variable."""
     if settings.cuda_graph and not settings.deterministic:
         os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # shares that workspace, or warns

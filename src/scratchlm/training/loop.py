@@ -75,11 +75,10 @@ def train(
         while True:
             improved = _evaluate_if_due(learner, data, run, watchers, sample, should_stop)
             reason = _stop_reason(learner, run, should_stop)
-            due = progress.step and progress.step % (settings.save_every or 1) == 0
-            if (due or improved or (reason and progress.step)) and not run.is_saved:
-                path = run.save(learner)
-                for watcher in watchers:
-                    watcher.saved(path)
+            if progress.step and (reason or _save_is_due(learner, run, improved)):
+                for path in run.save(learner):
+                    for watcher in watchers:
+                        watcher.saved(path)
             if reason:
                 return reason
             began = time.perf_counter()
@@ -98,6 +97,19 @@ def train(
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.stepped(record)
+
+
+def _save_is_due(learner: Learner, run: Run, improved: bool) -> bool:
+    """Whether to save now; the best step so far is copied where it is written later."""
+    every, progress = learner.settings.save_every, run.progress
+    if every and progress.step % every == 0:
+        return True
+    just_evaluated = progress.evaluated == progress.step
+    if improved or (not every and just_evaluated):
+        if run.may_save:
+            return True
+        return improved and not run.keep_best(learner)
+    return not every and run.is_overdue
 
 
 def _stop_reason(learner: Learner, run: Run, should_stop: Callable[[], bool]) -> str:

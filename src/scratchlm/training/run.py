@@ -9,12 +9,17 @@ RUN/.lock                    locked while a trainer runs
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from scratchlm.checkpoint import (
     TRAINING_STATE,
@@ -49,6 +54,20 @@ class Progress:
     seconds: float = 0.0  # of training, summed over all sessions of the run
 
 
+# Saving costs time on the disk: what is saved without having been asked for may take this share of
+# a session, and a run that is not evaluated is saved as often as this.
+SHARE, SECONDS = 0.05, 300.0
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint of one step holds."""
+
+    progress: Progress
+    model: dict[str, Tensor]
+    training_state: dict[str, Tensor]
+
+
 @dataclass
 class Run:
     """A run directory held by this process."""
@@ -58,6 +77,10 @@ class Run:
     tokenizer_file: Path | None = None
     progress: Progress = field(default_factory=Progress)
     metrics: MetricsFile = field(init=False)
+    unsaved_best: Snapshot | None = None  # copied, and written with the next checkpoint
+    _began: float = field(default_factory=lambda: time.perf_counter())
+    _saved: float = field(default_factory=lambda: time.perf_counter())
+    _saving_seconds: float = 0.0
 
     def __enter__(self) -> Run:
         return self
@@ -93,18 +116,54 @@ class Run:
                     f"{_describe(then.get(name))}, now {_describe(self.data.get(name))}"
                 )
 
-    def save(self, learner: Learner) -> Path:
-        """Write a checkpoint of the current step, verify it, then prune the old ones."""
-        path = checkpoint_path(self.directory, self.progress.step)
+    @property
+    def may_save(self) -> bool:
+        """Whether another checkpoint keeps saving within its share of the session's time."""
+        return self._saving_seconds <= SHARE * (time.perf_counter() - self._began)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the last checkpoint is so old that a new one is due without an evaluation."""
+        return time.perf_counter() - self._saved > SECONDS
+
+    def keep_best(self, learner: Learner) -> bool:
+        """Copy the current step, to be written later; say whether memory sufficed."""
+        try:
+            self.unsaved_best = Snapshot(
+                copy.copy(self.progress),
+                {name: tensor.clone() for name, tensor in learner.model_tensors().items()},
+                {name: tensor.clone() for name, tensor in learner.training_state().items()},
+            )
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def save(self, learner: Learner) -> list[Path]:
+        """Write checkpoints of the best step, if it waits to be, and of the current one."""
+        began, waiting, self.unsaved_best = time.perf_counter(), self.unsaved_best, None
+        written = []
+        if waiting is not None and waiting.progress.step == self.progress.best_step:
+            written.append(self._write(waiting, learner))
+        waiting = None
+        if not self.is_saved:
+            now = Snapshot(self.progress, learner.model_tensors(), learner.training_state())
+            written.append(self._write(now, learner))
+        self._saved = time.perf_counter()
+        self._saving_seconds += self._saved - began
+        return written
+
+    def _write(self, snapshot: Snapshot, learner: Learner) -> Path:
+        """Write a checkpoint, verify it, then prune the old ones."""
+        path = checkpoint_path(self.directory, snapshot.progress.step)
         self.metrics.sync()
         write_checkpoint(
             path,
-            model=learner.model_tensors(),
+            model=snapshot.model,
             config=learner.model.config,
             tokenizer_file=self.tokenizer_file,
-            training_state=learner.training_state(),
+            training_state=snapshot.training_state,
             metadata={
-                "reached": asdict(self.progress),
+                "reached": asdict(snapshot.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
             },

@@ -66,7 +66,7 @@ class TrainConfig:
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
     eval_batches: int = 0  # of the held-out data; 0: all of it
-    save_every: int | None = None  # None: as often as it is evaluated, 10 steps at least
+    save_every: int = 0  # steps; 0: as often as a twentieth of the time allows
     keep_last: int = 2
     patience: int = 0  # stop after this many evaluations without a better one; 0: never
 
@@ -120,7 +120,6 @@ class TrainConfig:
             "compile": "block" if device_type == "cuda" else "off",
             "cuda_graph": device_type == "cuda",
             "eval_every": every,
-            "save_every": max(10, every),
         }
         gaps = {name: value for name, value in fill.items() if getattr(self, name) is None}
         return replace(self, **gaps)
@@ -160,7 +159,7 @@ _WHOLE = {
     "decay_steps": 0,
     "eval_every": 0,
     "eval_batches": 0,
-    "save_every": 1,
+    "save_every": 0,
     "keep_last": 1,
     "checkpointed_layers": 0,
     "shares": 1,

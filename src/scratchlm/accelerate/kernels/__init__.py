@@ -10,10 +10,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from scratchlm.ops.ranges import constant_in_graphs
+
 _HAS_TRITON = find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result  # torch.compile evaluates it once, without tracing it
+@constant_in_graphs
 def is_current(device: int) -> bool:
     """Whether this is the current GPU, where Triton launches: it ignores the tensors' device."""
     return device == torch.cuda.current_device()

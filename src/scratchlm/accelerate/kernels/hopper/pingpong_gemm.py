@@ -191,6 +191,9 @@ def load_operands(
 
 def tma_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe a matrix for TMA, which reads zeros, and drops writes, outside of it."""
+    # The descriptor is filled by the driver, which needs a context in this thread: a thread of
+    # autograd's gets one with the runtime's first call, and this may be the first.
+    torch.cuda.is_current_stream_capturing()
     return TensorDescriptor.from_tensor(matrix, [rows, columns], SHARED_LAYOUT)
 
 
