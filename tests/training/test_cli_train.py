@@ -384,7 +384,7 @@ def test_tensorboard_shows_a_repeated_step_once(cli, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
-    begin = ("train", data, "--out", run, *SMALL, "--tensorboard")
+    begin = ("train", data, "--out", run, *SMALL, "--tensorboard", "train.save_every=1")
     assert cli(*begin, "--steps", 4)[0] == 0
     (find_checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")  # so step 4 is made again
     code, _, err = cli("train", "--resume", "--out", run, "--steps", 6, "--tensorboard")
