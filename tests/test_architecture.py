@@ -52,7 +52,7 @@ OUTSIDE = {
     "tokenizer": {"regex", "numpy", "tokenizers"},
     "ops": {"torch", "einops", "jaxtyping"},
     "model": {"torch", "einops", "jaxtyping"},
-    "accelerate": {"torch", "einops", "jaxtyping", "triton"},
+    "accelerate": {"torch", "einops", "jaxtyping", "triton", "numpy"},
     "acceleration": {"torch"},
     "paged": {"torch", "jaxtyping"},
 }

@@ -1,14 +1,14 @@
-"""One decoding step of a whole model in a few kernels per layer.
+"""One decoding step of a few rows through a whole model, in a few kernels per layer.
 
-    step = GPUStep(model, cache)
-    step.ids.copy_(tokens); step.lengths.copy_(cache.lengths)
+    step = GPUStep(model, cache, rows=1, max_kv_len=1024)
+    step.ids, step.lengths, step.tables    filled: the tokens, their positions, the page tables
     step.run()                             step.logits; step.lengths has grown by 1
 
 Everything lives in buffers that stay where they are, so that the launches can be recorded once as
 a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
-formulas are `ops/reference.py`'s, the kernels `kernels/triton/decode.py`'s. Up to `MAX_ROWS` rows
-go through the matrix-vector kernels; more go through torch's matrix products. The residual stream
-is kept in float32, so a low-precision model loses a little less here than in its own forward.
+formulas are `ops/reference.py`'s, the kernels `kernels/triton/decode.py`'s: matrix times vector,
+for up to `MAX_ROWS` rows; more go through `flat_forward.py`. The residual stream is kept in
+float32, so a low-precision model loses a little less here than in its own forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scratchlm.accelerate import hopper
@@ -30,12 +29,11 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     MAX_ROWS,
     KVSplits,
     Tile,
-    choose_kv_splits,
     choose_tile,
+    kv_splits_for,
     power_of_two,
 )
 from scratchlm.model.attention import MultiHeadSelfAttention
-from scratchlm.model.cache import KVCache
 from scratchlm.model.layers import (
     MLP,
     Embedding,
@@ -46,18 +44,21 @@ from scratchlm.model.layers import (
     SwiGLU,
 )
 from scratchlm.model.transformer import TransformerLM
+from scratchlm.paged import PagedCache
 
 GREEDY_PARTS = 32  # programs per row that look for the largest logit
 
 
 class GPUStep:
-    """The buffers and the launches of one step for `model` and the rows of `cache`."""
+    """The buffers and the launches of one step for `rows` rows of up to `max_kv_len` keys."""
 
     def __init__(
         self,
         model: TransformerLM,
-        cache: KVCache,
+        cache: PagedCache,
         *,
+        rows: int,
+        max_kv_len: int,
         pdl: bool = False,
         greedy: bool = False,
         tiles: Mapping[str, Tile] | None = None,
@@ -66,9 +67,10 @@ class GPUStep:
         reason = why_not_model(model)
         if reason is not None:
             raise ValueError(f"the GPU decoder does not take {reason}")
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"the GPU decoder takes 1 to {MAX_ROWS} rows; got {rows}")
         self.model, self.cache, self.greedy = model, cache, greedy
-        self.rows = rows = cache.batch_size
-        self.by_vectors = rows <= MAX_ROWS
+        self.rows, self.max_kv_len, self.page_size = rows, max_kv_len, cache.page_size
         self.tiles = dict(tiles or {})
         self.layers: list[Any] = list(model.layers)  # blocks, to a type checker plain modules
         first, last = self.layers[0], self.layers[-1]
@@ -78,63 +80,47 @@ class GPUStep:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": device}
         own: dict[str, Any] = {"dtype": self.dtype, "device": device}
         d_kv = config.num_kv_heads * config.d_head
-        self.all_kv_splits = choose_kv_splits(cache.capacity, config.num_heads, rows, config.d_head)
-        if kv_splits is not None:
-            if kv_splits.deferred_combine and (
-                not self.by_vectors or config.d_head != power_of_two(config.d_head)
-            ):
-                raise ValueError("deferred combine is for few rows and heads of a power of two")
-            self.all_kv_splits = {cache.capacity: kv_splits}
-        self.max_kv_len = cache.capacity  # keys that a row may have in the step that runs
+        self.kv_splits = kv_splits or kv_splits_for(
+            max_kv_len, config.num_heads, rows, config.d_head
+        )
+        if self.kv_splits.deferred_combine and config.d_head != power_of_two(config.d_head):
+            raise ValueError("deferred combine is for heads of a power of two")
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.previous_ids = torch.zeros_like(self.ids)  # that a greedy step has read
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        pages = -(-max_kv_len // cache.page_size)
+        self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, **wide)
         self.x = torch.zeros(2, rows, config.d_model, **wide)  # one is read, the other written
-        self.h = torch.zeros(rows, config.d_model, **own)
         self.q = torch.zeros(rows, config.num_heads * config.d_head, **wide)
         self.k, self.v = torch.zeros(rows, d_kv, **wide), torch.zeros(rows, d_kv, **wide)
-        shares = max(kv_splits.deferred_splits for kv_splits in self.all_kv_splits.values())
+        shares, splits = self.kv_splits.deferred_splits, self.kv_splits.num_splits
         self.a = torch.zeros(shares * rows, config.num_heads * config.d_head, **own)
         self.sums = torch.zeros(shares, rows, config.num_heads, **wide)
         self.u = torch.zeros(rows, config.d_ff, **own)
-        splits = max(kv_splits.num_splits for kv_splits in self.all_kv_splits.values())
         partial = rows * config.num_heads * splits * (config.d_head + 2)
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
         # They need triton: only here.
         from scratchlm.accelerate.kernels.triton import argmax, decode, decode_attention
-        from scratchlm.accelerate.kernels.triton import decode_batch as decode_many
 
-        self.kernels, self.attention, self.many = decode, decode_attention, decode_many
+        self.kernels, self.attention = decode, decode_attention
         self.argmax = argmax.argmax
         self.interpreted = not isinstance(decode.embed, decode.triton.JITFunction)  # in tests
-        self.pdl = pdl and self.by_vectors and not self.interpreted
+        self.pdl = pdl and not self.interpreted
         self.has_clusters = (
             kv_splits is None and weight.is_cuda and hopper.is_hopper(weight.get_device())
         )
 
-    @property
-    def kv_splits(self) -> KVSplits:
-        """How attention is shared out in the step that runs."""
-        return self.all_kv_splits[self.max_kv_len]
-
-    def run(self, max_kv_len: int | None = None) -> None:
-        """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy.
-
-        `max_kv_len` is one of `all_kv_splits`: no row has more keys after this step.
-        """
-        self.max_kv_len = self.cache.capacity if max_kv_len is None else max_kv_len
+    def run(self) -> None:
+        """Read `ids` into the cache at `lengths`; write `logits`, and the next ids if greedy."""
         self._embed()
-        if self.by_vectors:
-            for layer in self.layers:
-                self._layer_by_vectors(layer)
-            self._project_few(
-                "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
-            )
-        else:
-            self._layers_by_matrices()
+        for layer in self.layers:
+            self._layer(layer)
+        self._project_few(
+            "head", self.x[0], self.model.ln_final, [self._head()], [self.logits], advance=True
+        )
         if self.greedy:
             self._choose_argmax()
 
@@ -204,9 +190,7 @@ class GPUStep:
             self.pdl,
         )
 
-    # Up to MAX_ROWS rows: matrix times vector
-
-    def _layer_by_vectors(self, layer: Any) -> None:
+    def _layer(self, layer: Any) -> None:
         attn, ffn, (x, y) = layer.attn, layer.ffn, self.x
         projections, shares = [attn.q_proj, attn.k_proj, attn.v_proj], 1
         if self._supports_clusters(attn, layer.ln1):
@@ -244,8 +228,9 @@ class GPUStep:
             kernel.decode_qkv_attention,
             (attn.num_heads,),
             *(x, gain, *(linear.weight for linear in linears), cos, sin),
-            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths, self.a),
-            *(width, power_of_two(width), cache.capacity, kernel.keys_per_warp(self.max_kv_len)),
+            *(cache.keys[attn.layer], cache.values[attn.layer], self.lengths, self.tables, self.a),
+            *(width, power_of_two(width), attn.num_heads, self.page_size),
+            kernel.keys_per_warp(self.max_kv_len),
             *(eps, rope, attn.d_head**-0.5, self.pdl),
             warps=kernel.WARPS,
             num_ctas=kernel.CTAS,
@@ -355,14 +340,16 @@ class GPUStep:
             *(q, k, v),
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
-            *(cos, sin, cache.keys[attn.layer], cache.values[attn.layer], self.lengths),
+            *(cos, sin, cache.keys[attn.layer], cache.values[attn.layer]),
+            *(self.lengths, self.tables),
             *(
                 self.partial,
                 self.tickets,
                 self.a,
                 self.sums if kv_splits.deferred_combine else None,
             ),
-            *(cache.capacity, self.max_kv_len, attn.num_heads, attn.num_kv_heads),
+            *(self.page_size, self.tables.shape[1], self.max_kv_len),
+            *(attn.num_heads, attn.num_kv_heads),
             *(attn.d_head, power_of_two(attn.d_head), kv_splits.block_keys),
             *(kv_splits.num_splits, power_of_two(kv_splits.num_splits)),
             0.0 if q_norm is None else q_norm.eps,
@@ -373,40 +360,3 @@ class GPUStep:
             self.pdl,
             warps=kv_splits.warps,
         )
-
-    # More rows: torch's matrix products, and the same attention
-
-    def _layers_by_matrices(self) -> None:
-        delta: Tensor | None = None
-        for layer in self.layers:
-            attn, ffn = layer.attn, layer.ffn
-            h = self._add_norm(delta, layer.ln1)
-            q, k, v = (_linear(h, part) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
-            self._attend(attn, q, k, v)
-            h = self._add_norm(_linear(self.a, attn.output_proj), layer.ln2)
-            up = _linear(h, ffn.w1)
-            factor = _linear(h, ffn.w3) if isinstance(ffn, SwiGLU) else None
-            self._launch(
-                self.many.gate,
-                (-(-up.numel() // 1024),),
-                *(up, factor, self.u, up.numel(), self._activation(ffn), 1024),
-            )
-            delta = _linear(self.u, ffn.w2)
-        h = self._add_norm(delta, self.model.ln_final)
-        self.logits.copy_(F.linear(h, self._head().weight))
-        self.lengths.add_(1)
-
-    def _add_norm(self, delta: Tensor | None, norm: nn.Module) -> Tensor:
-        width = self.h.shape[1]
-        kind, gain, shift, eps = self._norm(norm)
-        self._launch(
-            self.many.add_norm,
-            (self.rows,),
-            *(self.x[0], delta, gain, shift, self.h),
-            *(width, eps, kind, power_of_two(width)),
-        )
-        return self.h
-
-
-def _linear(x: Tensor, linear: Linear) -> Tensor:
-    return F.linear(x, linear.weight, linear.bias)

@@ -257,10 +257,12 @@ def decode_qkv_attention(
     keys,
     values,
     lengths,
+    table,
     out,
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    CAPACITY: gl.constexpr,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
     KEYS: gl.constexpr,
     EPS: gl.constexpr,
     ROPE: gl.constexpr,
@@ -270,7 +272,8 @@ def decode_qkv_attention(
     """out[head] = attention of the new token; its key and value go into the cache.
 
     Grid: one program, which is a cluster, per head of 64 channels. A warp takes KEYS old keys, so
-    no row may have more than 32 · KEYS of them before this step. ROPE: as in `decode_attention.py`.
+    no row may have more than 32 · KEYS of them before this step. ROPE, pages and a length of −1: as
+    in `decode_attention.py`.
     """
     EARLY: gl.constexpr = KEYS <= SHORT
     _cluster_arrive()
@@ -291,11 +294,16 @@ def decode_qkv_attention(
         [1, 1, 1, 8], [1, 1, 4, 8], [1, 4, 1, 1]
     )  # (CTA, warp, key, channel)
     CWT: gl.constexpr = gl.SliceLayout(3, KV)
-    length = gl.load(lengths).to(gl.int32)  # and so the new token's slot
+    length = gl.load(lengths).to(gl.int32)  # and so the new token's position
+    is_there = length >= 0
+    length = gl.maximum(length, 0)
     t = (_axis(8, CWT, 0) * 4 + _axis(4, CWT, 1)) * KEYS + _axis(KEYS, CWT, 2)
     d = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KV))))
-    own = head * CAPACITY * 64
-    old = own + t[:, :, :, None] * 64 + d[None, None, None, :]
+    page = gl.load(table + t // PAGE, mask=t < length, other=0).to(gl.int64)
+    slots = ((page * HEADS + head) * PAGE + t % PAGE) * 64
+    new_page = gl.load(table + length // PAGE).to(gl.int64)
+    new_slot = ((new_page * HEADS + head) * PAGE + length % PAGE) * 64
+    old = slots[:, :, :, None] + d[None, None, None, :]
     visible = (t < length)[:, :, :, None] & (d < 64)[None, None, None, :]
     k_block = gl.load(keys + old, mask=visible, other=0.0)
     if EARLY:
@@ -304,7 +312,7 @@ def decode_qkv_attention(
         LINES: gl.constexpr = _by_cta([1, 1, 1], [1, 2, 16], [1, 4, 1])
         row = head * 64 + _axis(8, LINES, 0) * 8 + _axis(8, LINES, 1)
         _prefetch(w_v + row * K + gl.minimum(_axis(BLOCK_K // 64, LINES, 2) * 64, K - 1))
-        _prefetch(values + own + gl.minimum(t, gl.maximum(length - 1, 0)) * 64)
+        _prefetch(values + slots)
 
     ONE: gl.constexpr = _by_cta([1, 1, 1], [1, 1, 32], [1, 4, 1])  # one value per thread
     i = _axis(4, ONE, 1) * 32 + _axis(32, ONE, 2)
@@ -329,7 +337,8 @@ def decode_qkv_attention(
     v_new = (gl.sum(rows_v.to(gl.float32) * h, 2) * norm).to(values.dtype.element_ty)
     CR: gl.constexpr = gl.SliceLayout(2, W)
     c, r = gl.arange(0, 8, gl.SliceLayout(1, CR)), gl.arange(0, 8, gl.SliceLayout(0, CR))
-    gl.store(values + own + length * 64 + c[:, None] * 8 + r[None, :], v_new)
+    channel = c[:, None] * 8 + r[None, :]
+    gl.store(values + new_slot + channel, v_new, mask=(channel < 64) & is_there)
 
     y, y_partner = _receive(box, i * 4, partner * 4)
     if ROPE != 0:
@@ -341,8 +350,8 @@ def decode_qkv_attention(
     query = _select(y, 0, CD) * SCALE
     new_key = _select(y, 1, CD).to(keys.dtype.element_ty)  # as the cache will return it
     c, d = gl.arange(0, 8, gl.SliceLayout(1, CD)), gl.arange(0, 64, gl.SliceLayout(0, CD))
-    slot = own + length * 64 + c[:, None] * 0 + d[None, :]
-    gl.store(keys + slot, new_key, mask=(c == 0)[:, None] & (d < 64)[None, :])
+    slot = new_slot + c[:, None] * 0 + d[None, :]
+    gl.store(keys + slot, new_key, mask=(c == 0)[:, None] & (d < 64)[None, :] & is_there)
 
     mean, lse = _attend_split(query, k_block, v_block, t < length)
     new_score = gl.sum(query * new_key.to(gl.float32), 1)

@@ -170,7 +170,7 @@ def embed(
     is_valid = (token >= 0) & (token < VOCAB)
     y = tl.load(table + tl.where(is_valid, token, 0) * K + k, mask=k < K, other=0.0).to(tl.float32)
     if positions is not None:
-        position = tl.load(lengths + row).to(tl.int64)
+        position = tl.maximum(tl.load(lengths + row).to(tl.int64), 0)
         y += tl.load(positions + position * K + k, mask=k < K, other=0.0).to(tl.float32)
     y = tl.where(is_valid, y, float("nan"))
     tl.store(x + row * K + k, y.to(x.dtype.element_ty), mask=k < K)

@@ -14,8 +14,10 @@ Few splits are combined by the kernel that reads them (deferred combine, in `pro
 program leaves acc / l and its log-sum-exp m + log l, without synchronization. Many splits are
 combined here by the last program to finish (an atomic ticket per head): a round trip to memory.
 
-The rows' lengths are in device memory, so a captured CUDA graph stays valid as they grow. The
-first block of cached keys and values is loaded before the PDL wait: earlier steps wrote it.
+Keys and values lie in pages (`scratchlm/paged.py`). The rows' lengths and page tables are in device
+memory, so a captured CUDA graph stays valid as rows grow, come and go; a length of −1 is a row that
+is not there. The first block of cached keys and values is loaded before the PDL wait: earlier steps
+wrote it.
 """
 
 # mypy: disallow_untyped_defs=False
@@ -78,12 +80,19 @@ def _norm_rope(
 
 
 @triton.jit
-def _load_kv_block(
-    cache, begin, end, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+def slot_in_pages(
+    table, kv_head, t, is_valid, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):
-    t, d = begin + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    tile = cache + t[:, None] * D + d[None, :]
-    return tl.load(tile, mask=(t < end)[:, None] & (d < D)[None, :], other=0.0)
+    """Return where position t of a row's head lies in the pages: an offset in elements."""
+    page = tl.load(table + t // PAGE, mask=is_valid, other=0).to(tl.int64)
+    return ((page * KV_HEADS + kv_head) * PAGE + t % PAGE) * D
+
+
+@triton.jit
+def _load_kv_block(cache, slots, is_valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    tile = cache + slots[:, None] + d[None, :]
+    return tl.load(tile, mask=is_valid[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -110,11 +119,13 @@ def decode_attention(
     keys,
     values,
     lengths,
+    tables,
     partial,
     tickets,
     out,
     lse,
-    CAPACITY: tl.constexpr,
+    PAGE: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
     MAX_KV_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -132,7 +143,7 @@ def decode_attention(
 ):
     """out[row, head] = attention of the new token; its key and value go into the cache.
 
-    Grid: (HEADS, SPLITS, rows). No row has more than MAX_KV_LEN keys, of CAPACITY in the cache.
+    Grid: (HEADS, SPLITS, rows). No row has more than MAX_KV_LEN keys; `tables` (rows, MAX_PAGES).
     WINDOW = 0: no sliding window. With `lse` (splits, rows, heads), `out` is (splits, rows, heads,
     d) and the splits are not combined. Without, `partial` holds (acc, m, l) per row, head and split
     in float32; `tickets` are zero before and after.
@@ -142,15 +153,20 @@ def decode_attention(
     d = tl.arange(0, BLOCK_D)
     mask = d < D
     length = tl.load(lengths + row).to(tl.int32)  # also the new token's position
+    is_there = length >= 0
+    length = tl.maximum(length, 0)
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(length - WINDOW + 1, 0)
     keys_per_split = tl.cdiv(length - oldest, SPLITS)
     begin = oldest + split * keys_per_split
     end = tl.minimum(begin + keys_per_split, length)
-    kv_start = (row.to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * D
-    k_block = _load_kv_block(keys + kv_start, begin, end, D, BLOCK_T, BLOCK_D)
-    v_block = _load_kv_block(values + kv_start, begin, end, D, BLOCK_T, BLOCK_D)
+    table = tables + row * MAX_PAGES
+    t = begin + tl.arange(0, BLOCK_T)
+    slots = slot_in_pages(table, kv_head, t, t < end, PAGE, KV_HEADS, D)
+    k_block = _load_kv_block(keys, slots, t < end, D, BLOCK_D)
+    v_block = _load_kv_block(values, slots, t < end, D, BLOCK_D)
+    new_slot = slot_in_pages(table, kv_head, length, is_there, PAGE, KV_HEADS, D)
     partner, pair, is_first = _rope_pairs(D, BLOCK_D, ROPE)
     c, s, qw, kw, qw_partner, kw_partner = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if ROPE != 0:
@@ -175,9 +191,9 @@ def decode_attention(
     )
     new_key = new_key.to(keys.dtype.element_ty)  # rounded as in the cache
     has_new_key = split == 0
-    writes = mask & has_new_key & (head % (HEADS // KV_HEADS) == 0)
-    tl.store(keys + kv_start + length * D + d, new_key, mask=writes)
-    tl.store(values + kv_start + length * D + d, new_value, mask=writes)
+    writes = mask & has_new_key & is_there & (head % (HEADS // KV_HEADS) == 0)
+    tl.store(keys + new_slot + d, new_key, mask=writes)
+    tl.store(values + new_slot + d, new_value, mask=writes)
 
     query *= SCALE
     running_max = tl.where(has_new_key, tl.sum(query * new_key.to(tl.float32), 0), _LOWEST)
@@ -188,8 +204,10 @@ def decode_attention(
     )
     if MAX_KV_LEN > SPLITS * BLOCK_T:  # otherwise the first block holds all keys
         for start in range(begin + BLOCK_T, end, BLOCK_T):
-            k_block = _load_kv_block(keys + kv_start, start, end, D, BLOCK_T, BLOCK_D)
-            v_block = _load_kv_block(values + kv_start, start, end, D, BLOCK_T, BLOCK_D)
+            t = start + tl.arange(0, BLOCK_T)
+            slots = slot_in_pages(table, kv_head, t, t < end, PAGE, KV_HEADS, D)
+            k_block = _load_kv_block(keys, slots, t < end, D, BLOCK_D)
+            v_block = _load_kv_block(values, slots, t < end, D, BLOCK_D)
             running_max, total, acc = _online_softmax(
                 query, k_block, v_block, start, end, running_max, total, acc, BLOCK_T
             )

@@ -1,4 +1,4 @@
-"""Elementwise kernels between cuBLAS GEMMs, for decoding a larger batch.
+"""Elementwise kernels between matrix products, for many tokens at once.
 
 x += δ,   h = norm(x)         add_norm
 u  = act(a) ⊙ b               gate
@@ -33,7 +33,7 @@ def add_norm(
     BLOCK_K: tl.constexpr,
 ):
     """x += delta in place (unless it is None); h = norm(x). One program per row."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     y = load_vector(x + row * K, K, BLOCK_K)
     if delta is not None:
@@ -45,10 +45,12 @@ def add_norm(
 
 
 @triton.jit
-def gate(a, b, u, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """u = act(a) ⊙ b elementwise; act(a) if b is None."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    out = activation(tl.load(a + i, mask=i < count, other=0.0).to(tl.float32), ACTIVATION)
+def gate(a, b, u, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """u = act(a) ⊙ b; act(a) if b is None. Grid: (rows, blocks); `stride` is that of a and b."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(a + row * stride + i, mask=i < width, other=0.0).to(tl.float32)
+    out = activation(x, ACTIVATION)
     if b is not None:
-        out *= tl.load(b + i, mask=i < count, other=0.0).to(tl.float32)
-    tl.store(u + i, out.to(u.dtype.element_ty), mask=i < count)
+        out *= tl.load(b + row * stride + i, mask=i < width, other=0.0).to(tl.float32)
+    tl.store(u + row * width + i, out.to(u.dtype.element_ty), mask=i < width)
