@@ -4,11 +4,13 @@
     if runner.valid:
         logits = runner.run(step, tables, last)
 
-Every sum has an order of its own, so the logits of a request are the same to the bit alone or among
-others, its prompt read at once or in chunks, its first pages written by another request or not, with
-any number of threads. The C++ code reads the model's weights where they lie. So whoever calls asks
-`valid` before a step: it sees modules that were hooked or replaced since, in which case the model
-itself must read the step, and it finds weights again that have moved.
+Every sum has an order of its own. So the logits of a request are the same to the bit alone or among
+others, its prompt read at once or in chunks, its first pages written by another request or not, on
+any number of threads.
+
+The C++ code reads the model's weights where they lie. Whoever calls asks `valid` before a step: it
+is false once a module was hooked or replaced, and the model itself must read the step; and it finds
+weights again that have moved.
 """
 
 from __future__ import annotations
@@ -62,12 +64,13 @@ class _Layer(ctypes.Structure):
 
 
 _SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
-_SIZES += ("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size")
+_KINDS = ("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size")
+_LISTS = ("tokens", "counts", "starts", "slots", "chooses")
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, _Size) for name in _SIZES),
+        *((name, _Size) for name in _SIZES + _KINDS),
         *((name, _Address) for name in ("embeddings", "positions", "cos", "sin")),
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
@@ -78,7 +81,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [
         *((name, _Size) for name in ("rows", "num_slots", "max_pages", "table_stride")),
-        *((name, _Address) for name in ("tokens", "counts", "starts", "slots", "chooses")),
+        *((name, _Address) for name in _LISTS),
         *((name, _Address) for name in ("tables", "last", "logits")),
     ]
 
@@ -95,10 +98,8 @@ class CPURunner:
         self.model, self.cache = model, cache
         self._run_step = library.run_step
         self._unchanged = Unchanged(model)
-        modules = list(model.modules())
-        self._tensor_dicts: list[dict[str, Tensor | None]] = [
-            tensors for m in modules for tensors in (m._parameters, m._buffers) if tensors
-        ]
+        modules: list[Any] = list(model.modules())
+        self._dicts = [m._parameters for m in modules] + [m._buffers for m in modules]
         self._logits = torch.empty(0, model.config.vocab_size)
         self._step = _Step()
         self._bind()
@@ -132,7 +133,7 @@ class CPURunner:
         passed.rows = len(step.counts)
         passed.num_slots, passed.max_pages = tables.shape
         passed.table_stride = tables.stride(0)
-        for name, numbers in zip(("tokens", "counts", "starts", "slots", "chooses"), lists):
+        for name, numbers in zip(_LISTS, lists, strict=True):
             setattr(passed, name, numbers.buffer_info()[0])
         passed.tables, passed.last = tables.data_ptr(), last.data_ptr()
         passed.logits = self._logits.data_ptr()
@@ -144,7 +145,7 @@ class CPURunner:
     # The model as the kernel reads it
 
     def _tensors(self) -> list[Tensor | None]:
-        return list(chain.from_iterable(tensors.values() for tensors in self._tensor_dicts))
+        return list(chain.from_iterable(tensors.values() for tensors in self._dicts if tensors))
 
     def _addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._held]
@@ -167,7 +168,7 @@ class CPURunner:
         positions: Any = model.position_embeddings
         table = getattr(positions, "weight", getattr(positions, "table", None))
         self._model = _Model(
-            *(getattr(config, name) for name in _SIZES[:6]),
+            *(getattr(config, name) for name in _SIZES),
             vocab=config.vocab_size,
             context=config.context_length,
             norm_kind=NORMS[type(config.norm)],
@@ -222,7 +223,8 @@ def _norm(module: nn.Module | None) -> _Norm:
 def _address(tensor: Any) -> int | None:
     if tensor is None:
         return None
-    assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+    assert tensor.dtype == torch.float32
+    assert tensor.is_contiguous()
     return int(tensor.data_ptr())
 
 
@@ -234,8 +236,10 @@ def _check(step: Step, tables: Tensor, last: Tensor) -> None:
     rows = len(step.counts)
     assert len(step.starts) == len(step.slots) == len(step.chooses) == rows
     assert len(step.tokens) == sum(step.counts)
-    assert tables.dtype == torch.int32 and tables.stride(1) == 1 and not tables.is_cuda
-    assert last.dtype == torch.int64 and len(last) >= len(tables) and last.is_contiguous()
+    assert (tables.dtype, tables.device.type, tables.stride(1)) == (torch.int32, "cpu", 1)
+    assert (last.dtype, last.device.type) == (torch.int64, "cpu")
+    assert len(last) >= len(tables)
+    assert last.is_contiguous()
 
 
 def _error(result: int, config: kinds.ModelConfig) -> Exception:

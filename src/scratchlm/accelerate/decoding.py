@@ -113,7 +113,9 @@ def why_not_cpu_runner(model: TransformerLM) -> str | None:
     if weight.dtype != torch.float32:
         return "weights that are not float32"
     reason = why_not_model(model)
-    return f"any model: {native.why_not(SOURCE)}" if reason is None and native.library(SOURCE) is None else reason
+    if reason is None and native.library(SOURCE) is None:
+        return f"a model without C++ kernels ({native.why_not(SOURCE)})"
+    return reason
 
 
 def why_not_gpu(model: TransformerLM) -> str | None:

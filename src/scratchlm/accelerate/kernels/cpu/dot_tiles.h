@@ -18,9 +18,11 @@
 
 namespace {
 
-constexpr int ACROSS = 4;                       // rows of w in a tile
-constexpr int DOWN = LANES == 16 ? 4 : 2;       // rows of x in a tile
-constexpr long DEPTH = 1024;                    // of k at a time
+constexpr int ACROSS = 4;                  // rows of w in a tile
+constexpr int DOWN = LANES == 16 ? 6 : 2;  // rows of x in it: as many as registers allow
+constexpr int WIDE = 8;                    // rows of w where there are few of x
+constexpr int WIDE_DOWN = LANES == 16 ? 2 : 1;
+constexpr long DEPTH = 1024;  // of k at a time
 
 inline Vec load(const float* from) { return *(const AnyVec*)from; }
 inline void store(float* to, Vec x) { *(AnyVec*)to = x; }
@@ -80,75 +82,84 @@ inline float lane_sum(Vec x) {
     return lane_sums(all)[0];
 }
 
-// R rows of x with ACROSS rows of w: to[r · stride + c] = Σ_k, or += with ADD.
-template <int R, bool ADD>
-inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride,
-                                                    const float* const* w, long count, float* to,
-                                                    long stride, long columns,
-                                                    const float* ahead) {
-    constexpr int VECTORS = (R * ACROSS + LANES - 1) / LANES * LANES;
+// R rows of x with C rows of w: to[r · stride + c] = Σ_k, or += with ADD. Fetch `ahead` meanwhile.
+template <int R, int C, bool ADD>
+inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride, const float* w,
+                                                    long w_stride, long count, float* to,
+                                                    long stride, const float* ahead) {
+    constexpr int VECTORS = (R * C + LANES - 1) / LANES * LANES;
     Vec sum[VECTORS] = {};
-    const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
     long k = 0;
     for (; k + LANES <= count; k += LANES) {
         __builtin_prefetch(ahead + k);
-        Vec b[ACROSS] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
+        if (C > 1) __builtin_prefetch(ahead + w_stride + k);
+        Vec b[C];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) b[c] = load(w + c * w_stride + k);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             Vec a = load(x + r * x_stride + k);
-#pragma GCC unroll 4
-            for (int c = 0; c < ACROSS; ++c) sum[r * ACROSS + c] = fma(a, b[c], sum[r * ACROSS + c]);
+#pragma GCC unroll 16
+            for (int c = 0; c < C; ++c) sum[r * C + c] = fma(a, b[c], sum[r * C + c]);
         }
     }
     if (k < count) {
         for (int r = 0; r < R; ++r) {
             Vec a = load(x + r * x_stride + k, count - k);
-            for (int c = 0; c < ACROSS; ++c)
-                sum[r * ACROSS + c] = fma(a, load(w[c] + k, count - k), sum[r * ACROSS + c]);
+            for (int c = 0; c < C; ++c)
+                sum[r * C + c] = fma(a, load(w + c * w_stride + k, count - k), sum[r * C + c]);
         }
     }
     alignas(BYTES) float sums[VECTORS];
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v += LANES) *(Vec*)(sums + v) = lane_sums(sum + v);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < columns; ++c) {
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) {
             float* at = to + r * stride + c;
-            *at = ADD ? *at + sums[r * ACROSS + c] : sums[r * ACROSS + c];
+            *at = ADD ? *at + sums[r * C + c] : sums[r * C + c];
         }
 }
 
-template <bool ADD>
-inline void dot_column(const float* x, long x_stride, long rows, const float* const* w, long count,
-                       float* to, long stride, long columns, const float* ahead,
-                       long w_stride) {
+// All rows of x with C rows of w, R of x at a time, then less.
+template <int R, int C, bool ADD>
+inline void dot_columns(const float* x, long x_stride, long rows, const float* w, long w_stride,
+                        long count, float* to, long stride, long tile = 0) {
     long r = 0;
-    for (; r + DOWN <= rows; r += DOWN)
-        dot_tile<DOWN, ADD>(x + r * x_stride, x_stride, w, count, to + r * stride, stride, columns,
-                            ahead + r / DOWN % ACROSS * w_stride);
-    x += r * x_stride, to += r * stride;
-    switch (rows - r) {
-        case 3: return dot_tile<3, ADD>(x, x_stride, w, count, to, stride, columns, ahead);
-        case 2: return dot_tile<2, ADD>(x, x_stride, w, count, to, stride, columns, ahead);
-        case 1: return dot_tile<1, ADD>(x, x_stride, w, count, to, stride, columns, ahead);
-        default: return;
-    }
+    for (; r + R <= rows; r += R, ++tile)  // each tile fetches two of the next rows of w
+        dot_tile<R, C, ADD>(x + r * x_stride, x_stride, w, w_stride, count, to + r * stride, stride,
+                            w + (C + 2 * tile % C) * w_stride);
+    if constexpr (R > 1)
+        if (r < rows)
+            dot_columns<(R > 4 ? 4 : R / 2), C, ADD>(x + r * x_stride, x_stride, rows - r, w,
+                                                     w_stride, count, to + r * stride, stride,
+                                                     tile);
+}
+
+template <bool ADD>
+inline void dot_block(const float* x, long x_stride, long rows, const float* w, long w_stride,
+                      long columns, long count, float* to, long stride) {
+    long n = 0;
+    if (rows < ACROSS)
+        for (; n + WIDE <= columns; n += WIDE)
+            dot_columns<WIDE_DOWN, WIDE, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count,
+                                              to + n, stride);
+    for (; n + ACROSS <= columns; n += ACROSS)
+        dot_columns<DOWN, ACROSS, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                       stride);
+    for (; n < columns; ++n)
+        dot_columns<DOWN, 1, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                  stride);
 }
 
 // to[m, n] = Σ_k x[m, k] · w[n, k] for all rows of x and `columns` rows of w.
 inline void dots(const float* x, long x_stride, long rows, const float* w, long w_stride,
                  long columns, long count, float* to, long stride) {
-    for (long first = 0; first < count; first += DEPTH) {
-        long depth = std::min(DEPTH, count - first);
-        for (long n = 0; n < columns; n += ACROSS) {
-            const float* at[ACROSS];  // past the end the last row again, and its sums go nowhere
-            for (int c = 0; c < ACROSS; ++c)
-                at[c] = w + std::min(n + c, columns - 1) * w_stride + first;
-            long here = std::min<long>(ACROSS, columns - n);
-            if (first == 0)
-                dot_column<false>(x, x_stride, rows, at, depth, to + n, stride, here, at[0] + ACROSS * w_stride, w_stride);
-            else
-                dot_column<true>(x + first, x_stride, rows, at, depth, to + n, stride, here, at[0] + ACROSS * w_stride, w_stride);
-        }
-    }
+    dot_block<false>(x, x_stride, rows, w, w_stride, columns, std::min(count, DEPTH), to, stride);
+    for (long k = DEPTH; k < count; k += DEPTH)
+        dot_block<true>(x + k, x_stride, rows, w + k, w_stride, columns, std::min(count - k, DEPTH),
+                        to, stride);
 }
 
 }  // namespace

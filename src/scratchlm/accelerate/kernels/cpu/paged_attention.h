@@ -26,14 +26,19 @@ struct Pages {  // of one request, one layer and one key head
     const float* at(const float* base, long position) const {
         return base + table[position / page_size] * page_stride + position % page_size * width;
     }
-    // Call work(first position, count) for each stretch of [from, to) that lies in one page.
+    // Call work(first position, count, address) for each stretch of [from, to) that lies in one
+    // page; its successor, which lies anywhere, is fetched meanwhile.
     template <class Work>
-    void stretches(long from, long to, Work work) const {
+    void stretches(const float* base, long from, long to, Work work) const {
         while (from < to) {
             long end = std::min(to, (from / page_size + 1) * page_size);
-            work(from, end - from);
+            if (end < to) fetch(at(base, end), std::min(to - end, page_size) * width);
+            work(from, end - from, at(base, from));
             from = end;
         }
+    }
+    static void fetch(const float* from, long count) {
+        for (long i = 0; i < std::min(count, 4096L); i += 16) __builtin_prefetch(from + i);
     }
 };
 
@@ -90,6 +95,8 @@ inline void add_values(float* out, long width, const float* weights, long stride
     long d = 0;
     for (; d + CHUNK * LANES <= width; d += CHUNK * LANES)
         add_values<R, CHUNK>(out + d, width, weights, stride, values + d, count);
+    for (; d + 2 * LANES <= width; d += 2 * LANES)
+        add_values<R, 2>(out + d, width, weights, stride, values + d, count);
     for (; d + LANES <= width; d += LANES)
         add_values<R, 1>(out + d, width, weights, stride, values + d, count);
     if (d == width) return;
@@ -108,10 +115,9 @@ struct Attend {
 
     template <int R>
     void values(float* out, long r, long from, long to) const {
-        pages.stretches(from, to, [&](long position, long count) {
+        pages.stretches(pages.values, from, to, [&](long position, long count, const float* at) {
             add_values<R>(out + r * pages.width, pages.width,
-                          score_at(scores, stride, r, base, position), stride,
-                          pages.at(pages.values, position), count);
+                          score_at(scores, stride, r, base, position), stride, at, count);
         });
     }
 
@@ -130,10 +136,11 @@ struct Attend {
 inline void attend(const Pages& pages, const float* queries, const Seen* seen, long rows,
                    float* scores, long stride, float* out) {
     long base = seen[0].first / LANES * LANES, width = pages.width;
-    pages.stretches(seen[0].first, seen[rows - 1].last + 1, [&](long position, long count) {
-        dots(queries, width, rows, pages.at(pages.keys, position), width, count, width,
-             score_at(scores, stride, 0, base, position), stride);
-    });
+    pages.stretches(pages.keys, seen[0].first, seen[rows - 1].last + 1,
+                    [&](long position, long count, const float* at) {
+                        dots(queries, width, rows, at, width, count, width,
+                             score_at(scores, stride, 0, base, position), stride);
+                    });
     float by[QUERIES];
     for (long r = 0; r < rows; ++r) by[r] = softmax_row(scores + r * stride, base, seen[r]);
     std::fill(out, out + rows * width, 0.0f);
