@@ -20,7 +20,7 @@ from scratchlm import config as kinds
 from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
 from scratchlm.config import ModelConfig
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.ops import OP_NAMES
+from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
 
 # Fields of a config and of its parts that both decoders handle.
@@ -103,6 +103,21 @@ def why_not_cpu(model: TransformerLM) -> str | None:
     return why_not_model(model)
 
 
+def why_not_cpu_runner(model: TransformerLM) -> str | None:
+    """Return why the CPU runner cannot take this model here, or None when it can."""
+    from scratchlm.accelerate.cpu_runner import SOURCE
+
+    weight = model.token_embeddings.weight
+    if weight.device.type != "cpu":
+        return "a model that is not on a CPU"
+    if weight.dtype != torch.float32:
+        return "weights that are not float32"
+    reason = why_not_model(model)
+    if reason is None and native.library(SOURCE) is None:
+        return f"a model without C++ kernels ({native.why_not(SOURCE)})"
+    return reason
+
+
 def why_not_gpu(model: TransformerLM) -> str | None:
     """Return why the GPU decoder cannot take this model here, or None when it can."""
     device = model.token_embeddings.weight.device
@@ -139,6 +154,10 @@ def make_runner(
     model: TransformerLM, cache: PagedCache, *, max_rows: int, exact: bool
 ) -> Runner | None:
     """Return what reads steps over the pages of a cache, where something takes this model."""
+    if why_not_cpu_runner(model) is None:
+        from scratchlm.accelerate.cpu_runner import CPURunner
+
+        return CPURunner(model, cache)
     return None
 
 

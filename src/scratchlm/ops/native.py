@@ -21,27 +21,27 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-HEADER = Path(__file__).with_name("cpu_tiles.h")  # which it includes
+HEADERS = SOURCE.parent  # of what every source may include
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 FOR_THIS_CPU = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 COMPILERS = ("c++", "g++", "clang++")
 TIME_LIMIT = 120  # seconds
 
 
-def library() -> ctypes.CDLL | None:
-    """Return the kernels, built if they must be; None where they cannot be had."""
-    return _loaded()[0]
+def library(*source: Path) -> ctypes.CDLL | None:
+    """Return the kernels of a source, built if they must be; None where they cannot be had."""
+    return _loaded(*source)[0]
 
 
-def why_not() -> str | None:
+def why_not(*source: Path) -> str | None:
     """Say why there are no kernels; None where there are."""
-    return _loaded()[1]
+    return _loaded(*source)[1]
 
 
 @cache
-def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+def _loaded(*source: Path) -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return ctypes.CDLL(str(built(cache_folder()))), None
+        return ctypes.CDLL(str(built(cache_folder(), *source))), None
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, str(error)
 
@@ -56,18 +56,20 @@ def cache_folder() -> Path:
     return Path(base, "scratchlm")
 
 
-def built(folder: Path) -> Path:
-    """Return the library in `folder`, compiled unless it is there."""
+def built(folder: Path, source: Path | None = None) -> Path:
+    """Return the library in `folder`, compiled unless it is there; of attention by default."""
+    source = SOURCE if source is None else source
     if not hasattr(os, "getuid"):
         raise OSError("no way to tell whose a folder is")
     _make_private(folder)
     compiler = _compiler()
-    source = SOURCE.read_bytes() + HEADER.read_bytes()
+    headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
+    text = b"".join(path.read_bytes() for path in (source, *headers))
     made_from = "\0".join((*FLAGS, *FOR_THIS_CPU, _version(compiler), _processor()))
-    name = hashlib.sha256(source + made_from.encode(errors="surrogateescape")).hexdigest()[:32]
-    path = folder / f"attention-{name}.so"
+    name = hashlib.sha256(text + made_from.encode(errors="surrogateescape")).hexdigest()[:32]
+    path = folder / f"{source.stem}-{name}.so"
     if not _is_whole(path):
-        _compile(compiler, path)
+        _compile(compiler, source, path)
     _refuse_others(path)
     return path
 
@@ -133,12 +135,13 @@ def _processor() -> str:
     return "\n".join((platform.machine(), platform.processor(), *sorted(told)))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Compile beside `path`, then rename: another process may be doing the same."""
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        _run(compiler, *FLAGS, *_tuning(compiler), "-o", temporary, str(SOURCE))
+        included = ("-I", str(HEADERS))
+        _run(compiler, *FLAGS, *_tuning(compiler), *included, "-o", temporary, str(source))
         os.chmod(temporary, 0o700)
         found = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
         os.replace(temporary, path)

@@ -1,0 +1,165 @@
+// Products of rows with rows, each sum in one fixed order: whatever is computed beside it.
+//
+//     y[m, n] = Σ_k x[m, k] · w[n, k]
+//
+// The sum over k is cut into blocks of DEPTH, counted from 0. In a block, lane i adds up the k with
+// k mod LANES = i, in order; the lanes are added by halves; then the blocks, in order. Neither the
+// number of rows nor the tile a row is in changes that.
+
+#pragma once
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu_tiles.h"
+
+namespace {
+
+constexpr int ACROSS = 4;                  // rows of w in a tile
+constexpr int DOWN = LANES == 16 ? 6 : 2;  // rows of x in it: as many as registers allow
+constexpr int WIDE = 8;                    // rows of w where there are few of x
+constexpr int WIDE_DOWN = LANES == 16 ? 2 : 1;
+constexpr long DEPTH = 1024;  // of k at a time
+
+inline Vec load(const float* from) { return *(const AnyVec*)from; }
+inline void store(float* to, Vec x) { *(AnyVec*)to = x; }
+
+// The first `count` numbers, and 0 in the other lanes.
+inline Vec load(const float* from, long count) {
+    if (count >= LANES) return load(from);
+    Vec x{};
+    std::memcpy(&x, from, count * sizeof(float));
+    return x;
+}
+inline void store(float* to, Vec x, long count) {
+    if (count >= LANES) return store(to, x);
+    std::memcpy(to, &x, count * sizeof(float));
+}
+
+// a · b + c, rounded once: never left to the compiler, who might decide differently tile by tile.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// Both vectors hold sums in SEGMENT lanes each; add the halves of every segment, a's first.
+template <int SEGMENT, int... I>
+inline Vec fold(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    constexpr int HALF = SEGMENT / 2;
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, (I / HALF * SEGMENT + I % HALF)...) +
+           __builtin_shufflevector(a, b, (I / HALF * SEGMENT + I % HALF + HALF)...);
+#else
+    return __builtin_shuffle(a, b, Ints{(I / HALF * SEGMENT + I % HALF)...}) +
+           __builtin_shuffle(a, b, Ints{(I / HALF * SEGMENT + I % HALF + HALF)...});
+#endif
+}
+
+// The sum over the lanes of each of LANES vectors.
+template <int SEGMENT = LANES>
+inline __attribute__((always_inline)) Vec lane_sums(Vec* x) {
+    if constexpr (SEGMENT == 1) {
+        return x[0];
+    } else {
+#pragma GCC unroll 8
+        for (int i = 0; i < SEGMENT / 2; ++i)
+            x[i] = fold<SEGMENT>(x[2 * i], x[2 * i + 1], std::make_integer_sequence<int, LANES>{});
+        return lane_sums<SEGMENT / 2>(x);
+    }
+}
+
+inline float lane_sum(Vec x) {
+    Vec all[LANES] = {x};
+    return lane_sums(all)[0];
+}
+
+// R rows of x with C rows of w: to[r · stride + c] = Σ_k, or += with ADD. Fetch `ahead` meanwhile.
+template <int R, int C, bool ADD>
+inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride, const float* w,
+                                                    long w_stride, long count, float* to,
+                                                    long stride, const float* ahead) {
+    constexpr int VECTORS = (R * C + LANES - 1) / LANES * LANES;
+    Vec sum[VECTORS] = {};
+    long k = 0;
+    for (; k + LANES <= count; k += LANES) {
+        __builtin_prefetch(ahead + k);
+        if (C > 1) __builtin_prefetch(ahead + w_stride + k);
+        Vec b[C];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) b[c] = load(w + c * w_stride + k);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            Vec a = load(x + r * x_stride + k);
+#pragma GCC unroll 16
+            for (int c = 0; c < C; ++c) sum[r * C + c] = fma(a, b[c], sum[r * C + c]);
+        }
+    }
+    if (k < count) {
+        for (int r = 0; r < R; ++r) {
+            Vec a = load(x + r * x_stride + k, count - k);
+            for (int c = 0; c < C; ++c)
+                sum[r * C + c] = fma(a, load(w + c * w_stride + k, count - k), sum[r * C + c]);
+        }
+    }
+    alignas(BYTES) float sums[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v += LANES) *(Vec*)(sums + v) = lane_sums(sum + v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) {
+            float* at = to + r * stride + c;
+            *at = ADD ? *at + sums[r * C + c] : sums[r * C + c];
+        }
+}
+
+// All rows of x with C rows of w, R of x at a time, then less.
+template <int R, int C, bool ADD>
+inline void dot_columns(const float* x, long x_stride, long rows, const float* w, long w_stride,
+                        long count, float* to, long stride, long tile = 0) {
+    long r = 0;
+    for (; r + R <= rows; r += R, ++tile)  // each tile fetches two of the next rows of w
+        dot_tile<R, C, ADD>(x + r * x_stride, x_stride, w, w_stride, count, to + r * stride, stride,
+                            w + (C + 2 * tile % C) * w_stride);
+    if constexpr (R > 1)
+        if (r < rows)
+            dot_columns<(R > 4 ? 4 : R / 2), C, ADD>(x + r * x_stride, x_stride, rows - r, w,
+                                                     w_stride, count, to + r * stride, stride,
+                                                     tile);
+}
+
+template <bool ADD>
+inline void dot_block(const float* x, long x_stride, long rows, const float* w, long w_stride,
+                      long columns, long count, float* to, long stride) {
+    long n = 0;
+    if (rows < ACROSS)
+        for (; n + WIDE <= columns; n += WIDE)
+            dot_columns<WIDE_DOWN, WIDE, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count,
+                                              to + n, stride);
+    for (; n + ACROSS <= columns; n += ACROSS)
+        dot_columns<DOWN, ACROSS, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                       stride);
+    for (; n < columns; ++n)
+        dot_columns<DOWN, 1, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                  stride);
+}
+
+// to[m, n] = Σ_k x[m, k] · w[n, k] for all rows of x and `columns` rows of w.
+inline void dots(const float* x, long x_stride, long rows, const float* w, long w_stride,
+                 long columns, long count, float* to, long stride) {
+    dot_block<false>(x, x_stride, rows, w, w_stride, columns, std::min(count, DEPTH), to, stride);
+    for (long k = DEPTH; k < count; k += DEPTH)
+        dot_block<true>(x + k, x_stride, rows, w + k, w_stride, columns, std::min(count - k, DEPTH),
+                        to, stride);
+}
+
+}  // namespace

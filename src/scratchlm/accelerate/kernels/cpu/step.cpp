@@ -1,0 +1,404 @@
+// One step over new tokens of several requests: all layers, one call.
+//
+//     x = E[token] (+ position)
+//     x += W_O attention(RoPE(W_QKV norm(x)));  x += W₂ act(W₁ norm(x))        for every layer
+//     logits = W_head norm(x)                                 for the last token of some requests
+//
+// A token's numbers do not depend on the tokens beside it: every sum has one order (`dot_tiles.h`,
+// `row_ops.h`, `paged_attention.h`), and threads share out rows and columns, never a sum.
+// `cpu_runner.py` fills the structures.
+
+#include <cstdlib>
+#include <memory>
+
+#include "paged_attention.h"
+#include "phases.h"
+
+namespace {
+
+struct Linear {
+    const float *weight, *bias;  // (out, in); bias may be missing
+};
+
+struct Layer {
+    Norm norm1;
+    Linear q, k, v;
+    Norm q_norm, k_norm;  // without a weight: none
+    Linear out;
+    Norm norm2;
+    Linear up, gate, down;  // without a gate: an MLP
+    float *keys, *values;   // (pages, kv_heads, page_size, d_head)
+    int64_t window;         // 0: all of the past
+};
+
+struct Model {
+    int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
+    int64_t norm_kind, activation, rope;
+    int64_t num_pages, page_size;
+    const float *embeddings, *positions, *cos, *sin;
+    const Layer* layers;
+    Norm norm;
+    Linear head;
+};
+
+struct Step {
+    int64_t rows, num_slots, max_pages, table_stride;
+    const int64_t *tokens, *counts, *starts, *slots;
+    const int8_t* chooses;
+    const int32_t* tables;
+    const int64_t* last;
+    float* logits;
+};
+
+enum Result { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_POSITION, WRONG_SLOT, WRONG_PAGE };
+
+constexpr int64_t LAST = -1;
+constexpr long TOKENS = 64;         // rows of a product at a time
+constexpr long FEW = 8;             // rows of what is done row by row
+constexpr long WEIGHTS = 32 << 10;  // numbers of a matrix at a time
+constexpr long MOST_COLUMNS = 64;
+constexpr double WORTH_SHARING = 1 << 21;  // products of a step
+
+struct Token {
+    long id, position, slot;
+};
+
+struct Block {  // consecutive tokens of one request, and where their attention goes
+    long first, count, to;
+};
+
+struct Memory {
+    struct Free {
+        void operator()(void* at) const { std::free(at); }
+    };
+    std::unique_ptr<float, Free> at;
+    explicit Memory(long numbers)
+        : at((float*)std::aligned_alloc(64, round_up(std::max(numbers, 1L), 16) * 4)) {}
+};
+
+class Forward {
+    const Model& m;
+    const Step& step;
+    std::vector<Token> tokens;
+    std::vector<long> chosen;  // tokens whose logits are asked for
+    std::vector<Block> token_blocks, chosen_blocks;
+    long reach = 0;            // of the highest position, and one
+
+    long qkv_width() const { return (m.num_heads + 2 * m.num_kv_heads) * m.d_head; }
+    long heads_width() const { return m.num_heads * m.d_head; }
+    long group() const { return m.num_heads / m.num_kv_heads; }
+    long at_once() const { return std::max(1L, QUERIES / group()); }  // tokens of a block
+    long score_stride() const { return round_up(reach, LANES) + 2 * LANES; }
+
+    float *x, *x_last, *normed, *qkv, *attn_out, *hidden;  // of all threads
+
+    struct Mine {  // of one thread
+        float *sums, *gate_sums, *queries, *outputs, *scores;
+    };
+    long room_of_thread() const {
+        return 2 * TOKENS * MOST_COLUMNS + 2 * QUERIES * round_up(m.d_head, 16) +
+               QUERIES * score_stride();
+    }
+
+  public:
+    Forward(const Model& m, const Step& step) : m(m), step(step) {}
+
+    Result check() {
+        const int64_t* id = step.tokens;
+        for (long r = 0; r < step.rows; ++r) {
+            long start = step.starts[r], stop = start + step.counts[r], slot = step.slots[r];
+            if (slot < 0 || slot >= step.num_slots) return WRONG_SLOT;
+            if (start < 0 || stop <= start || stop > m.context) return WRONG_POSITION;
+            if (stop > step.max_pages * m.page_size) return WRONG_PAGE;
+            for (long p = start; p < stop; ++p, ++id) {
+                long token = *id == LAST ? step.last[slot] : *id;
+                if (token < 0 || token >= m.vocab) return WRONG_TOKEN;
+                tokens.push_back({token, p, slot});
+            }
+            for (long page = first_seen(start) / m.page_size; page * m.page_size < stop; ++page) {
+                int32_t at = table(slot)[page];
+                if (at < 0 || at >= m.num_pages) return WRONG_PAGE;
+            }
+            long end = (long)tokens.size();
+            for (long first = end - step.counts[r]; first < end; first += at_once())
+                token_blocks.push_back({first, std::min(at_once(), end - first), first});
+            if (step.chooses[r]) {
+                chosen_blocks.push_back({end - 1, 1, (long)chosen.size()});
+                chosen.push_back(end - 1);
+            }
+            reach = std::max(reach, stop);
+        }
+        return DONE;
+    }
+
+    Result run(int threads) {
+        long count = (long)tokens.size(), some = (long)chosen.size();
+        if (count == 0) return DONE;
+        double work = (double)count * m.num_layers * m.d_model * (qkv_width() + 2 * m.d_ff) +
+                      (double)some * m.vocab * m.d_model;
+        if (work < WORTH_SHARING) threads = 1;
+        long widths = 2 * m.d_model + qkv_width() + heads_width() + m.d_ff;
+        Memory shared(count * widths + some * m.d_model);
+        long room = round_up(room_of_thread(), 16);
+        Memory own(threads * room);
+        if (shared.at == nullptr || own.at == nullptr) return NO_MEMORY;
+        x = shared.at.get();
+        normed = x + count * m.d_model;
+        qkv = normed + count * m.d_model;
+        attn_out = qkv + count * qkv_width();
+        hidden = attn_out + count * heads_width();
+        x_last = hidden + count * m.d_ff;
+        std::vector<Progress> progress(threads > 1 ? 8 * m.num_layers + 3 : 0);
+        std::atomic<long> seats{0};
+        auto go = [&] {
+            float* at = own.at.get() + seats++ * room;
+            Mine mine{at, at + TOKENS * MOST_COLUMNS, at + 2 * TOKENS * MOST_COLUMNS, nullptr,
+                      nullptr};
+            mine.outputs = mine.queries + QUERIES * round_up(m.d_head, 16);
+            mine.scores = mine.outputs + QUERIES * round_up(m.d_head, 16);
+            forward(Phases(progress.data(), threads == 1), mine);
+        };
+        if (threads > 1)
+            on_threads(go, threads);
+        else
+            go();
+        return DONE;
+    }
+
+  private:
+    const int32_t* table(long slot) const { return step.tables + slot * step.table_stride; }
+
+    long first_seen(long position) const {  // by the layer that sees farthest
+        long first = position;
+        for (long i = 0; i < m.num_layers; ++i)
+            first = std::min(first, seen(m.layers[i], position).first);
+        return first;
+    }
+    static Seen seen(const Layer& layer, long position) {
+        if (layer.window == 0 || layer.window > position) return {0, position};
+        return {position - layer.window + 1, position};
+    }
+
+    void forward(Phases phases, const Mine& mine) const {
+        long count = (long)tokens.size(), some = (long)chosen.size();
+        phases.run(blocks(count, FEW), [&](long u) { for_rows(u, count, [&](long t) { embed(t); }); });
+        for (long i = 0; i < m.num_layers; ++i) {
+            const Layer& layer = m.layers[i];
+            bool ends = i + 1 == m.num_layers;  // then only what is chosen goes on
+            norm(phases, layer.norm1, x, count);
+            project_qkv(phases, layer, mine);
+            phases.run(blocks(count, FEW),
+                       [&](long u) { for_rows(u, count, [&](long t) { place(layer, t); }); });
+            if (ends && some == 0) return;
+            attention(phases, layer, mine, ends);
+            float* stream = ends ? x_last : x;
+            long rows = ends ? some : count;
+            add_product(phases, layer.out, attn_out, heads_width(), stream, rows, mine);
+            norm(phases, layer.norm2, stream, rows);
+            feed_forward(phases, layer, rows, mine);
+            add_product(phases, layer.down, hidden, m.d_ff, stream, rows, mine);
+        }
+        norm(phases, m.norm, x_last, some);
+        product(phases, m.head, normed, m.d_model, m.vocab, some, mine,
+                [&](long r, long n, long columns, const float* sums) {
+                    float* to = step.logits + r * m.vocab + n;
+                    each(sums, bias_at(m.head, n), columns,
+                         [&](long c, Vec y, long left) { store(to + c, y, left); });
+                });
+    }
+
+    // Rows in blocks
+
+    static long blocks(long count, long size) { return (count + size - 1) / size; }
+
+    template <class Work>
+    static void for_rows(long block, long count, Work work) {
+        for (long r = block * FEW; r < std::min(count, (block + 1) * FEW); ++r) work(r);
+    }
+
+    void embed(long t) const {
+        const float* from = m.embeddings + tokens[t].id * m.d_model;
+        float* to = x + t * m.d_model;
+        if (m.positions == nullptr) {
+            std::memcpy(to, from, m.d_model * sizeof(float));
+            return;
+        }
+        const float* add = m.positions + tokens[t].position * m.d_model;
+        for (long i = 0; i < m.d_model; ++i) to[i] = from[i] + add[i];
+    }
+
+    void norm(Phases& phases, const Norm& norm, const float* from, long count) const {
+        phases.run(blocks(count, FEW), [&](long u) {
+            for_rows(u, count, [&](long r) {
+                apply_norm(m.norm_kind, norm, from + r * m.d_model, normed + r * m.d_model,
+                           m.d_model);
+            });
+        });
+    }
+
+    // Norm and rotate a token's queries and keys; write its keys and values to their page.
+    void place(const Layer& layer, long t) const {
+        long width = m.d_head, position = tokens[t].position, half = width / 2;
+        float* at = qkv + t * qkv_width();
+        for (long h = 0; h < m.num_heads + m.num_kv_heads; ++h) {
+            const Norm& norm = h < m.num_heads ? layer.q_norm : layer.k_norm;
+            float* head = at + h * width;
+            if (norm.weight != nullptr) rms_norm(norm, head, head, width);
+            if (m.rope != NO_ROPE)
+                rotate(m.rope, head, m.cos + position * half, m.sin + position * half, half);
+        }
+        long page = table(tokens[t].slot)[position / m.page_size];
+        const float* keys = at + heads_width();
+        const float* values = keys + m.num_kv_heads * width;
+        for (long h = 0; h < m.num_kv_heads; ++h) {
+            long to = ((page * m.num_kv_heads + h) * m.page_size + position % m.page_size) * width;
+            std::memcpy(layer.keys + to, keys + h * width, width * sizeof(float));
+            std::memcpy(layer.values + to, values + h * width, width * sizeof(float));
+        }
+    }
+
+    // Products
+
+    static long columns_at_once(long depth) {
+        return std::clamp<long>(WEIGHTS / depth / ACROSS * ACROSS, ACROSS, MOST_COLUMNS);
+    }
+    static const float* bias_at(const Linear& linear, long n) {
+        return linear.bias == nullptr ? nullptr : linear.bias + n;
+    }
+
+    // Call work(column, sums + bias, columns left) for vectors of a row.
+    template <class Work>
+    static void each(const float* sums, const float* bias, long columns, Work work) {
+        for (long c = 0; c < columns; c += LANES) {
+            Vec y = load(sums + c, columns - c);
+            if (bias != nullptr) y += load(bias + c, columns - c);
+            work(c, y, columns - c);
+        }
+    }
+
+    // Call done(row, first column, columns, sums) for all of `rows` × `width`.
+    template <class Done>
+    void product(Phases& phases, const Linear& linear, const float* from, long depth, long width,
+                 long rows, const Mine& mine, Done done) const {
+        long across = columns_at_once(depth), down = blocks(rows, TOKENS);
+        phases.run(blocks(width, across) * down, [&](long u) {
+            unit(linear, from, depth, width, rows, u / down * across, u % down, across, mine, done);
+        });
+    }
+
+    template <class Done>
+    void unit(const Linear& linear, const float* from, long depth, long width, long rows, long n,
+              long block, long across, const Mine& mine, Done done) const {
+        long first = block * TOKENS, count = std::min(TOKENS, rows - first);
+        long columns = std::min(across, width - n);
+        dots(from + first * depth, depth, count, linear.weight + n * depth, depth, columns, depth,
+             mine.sums, across);
+        for (long r = 0; r < count; ++r) done(first + r, n, columns, mine.sums + r * across);
+    }
+
+    void project_qkv(Phases& phases, const Layer& layer, const Mine& mine) const {
+        long count = (long)tokens.size(), keys = m.num_kv_heads * m.d_head;
+        long widths[] = {heads_width(), keys, keys};
+        const Linear* linears[] = {&layer.q, &layer.k, &layer.v};
+        long across = columns_at_once(m.d_model), down = blocks(count, TOKENS);
+        long of_q = blocks(widths[0], across) * down, of_k = blocks(keys, across) * down;
+        phases.run(of_q + 2 * of_k, [&](long u) {
+            int which = u < of_q ? 0 : u < of_q + of_k ? 1 : 2;
+            long begin = which == 0 ? 0 : which == 1 ? of_q : of_q + of_k;
+            long offset = which == 0 ? 0 : heads_width() + (which - 1) * keys;
+            const Linear& linear = *linears[which];
+            unit(linear, normed, m.d_model, widths[which], count, (u - begin) / down * across,
+                 (u - begin) % down, across, mine,
+                 [&](long r, long n, long columns, const float* sums) {
+                     float* to = qkv + r * qkv_width() + offset + n;
+                     each(sums, bias_at(linear, n), columns,
+                          [&](long c, Vec y, long left) { store(to + c, y, left); });
+                 });
+        });
+    }
+
+    // stream += W from + b
+    void add_product(Phases& phases, const Linear& linear, const float* from, long depth,
+                     float* stream, long rows, const Mine& mine) const {
+        product(phases, linear, from, depth, m.d_model, rows, mine,
+                [&](long r, long n, long columns, const float* sums) {
+                    float* to = stream + r * m.d_model + n;
+                    each(sums, bias_at(linear, n), columns, [&](long c, Vec y, long left) {
+                        store(to + c, load(to + c, left) + y, left);
+                    });
+                });
+    }
+
+    // act(W₁ x), or act(W₁ x) ⊙ W₃ x
+    void feed_forward(Phases& phases, const Layer& layer, long rows, const Mine& mine) const {
+        bool gated = layer.gate.weight != nullptr;
+        long depth = m.d_model, across = columns_at_once(depth);
+        product(phases, layer.up, normed, depth, m.d_ff, rows, mine,
+                [&](long r, long n, long columns, const float* sums) {
+                    float* to = hidden + r * m.d_ff + n;
+                    if (gated && r % TOKENS == 0)  // the block's first row
+                        dots(normed + r * depth, depth, std::min(TOKENS, rows - r),
+                             layer.gate.weight + n * depth, depth, columns, depth, mine.gate_sums,
+                             across);
+                    const float* gates = mine.gate_sums + r % TOKENS * across;
+                    const float* bias = bias_at(layer.gate, n);
+                    each(sums, bias_at(layer.up, n), columns, [&](long c, Vec y, long left) {
+                        y = activate(m.activation, y);
+                        if (gated) {
+                            Vec gate = load(gates + c, left);
+                            y *= bias == nullptr ? gate : gate + load(bias + c, left);
+                        }
+                        store(to + c, y, left);
+                    });
+                });
+    }
+
+    // Attention: a unit is a block of tokens and the query heads of one key head
+
+    void attention(Phases& phases, const Layer& layer, const Mine& mine, bool ends) const {
+        const std::vector<Block>& of = ends ? chosen_blocks : token_blocks;
+        long pieces = blocks(group(), QUERIES), units = m.num_kv_heads * pieces;
+        phases.run((long)of.size() * units, [&](long u) {
+            const Block& block = of[u / units];
+            long kv = u % units / pieces, first = u % pieces * QUERIES;
+            attend_block(layer, block, kv, kv * group() + first, std::min(QUERIES, group() - first),
+                         mine);
+            if (ends && u % units == 0)
+                std::memcpy(x_last + block.to * m.d_model, x + block.first * m.d_model,
+                            m.d_model * sizeof(float));
+        });
+    }
+
+    void attend_block(const Layer& layer, const Block& block, long kv, long head, long heads,
+                      const Mine& mine) const {
+        long width = m.d_head, page = m.page_size * width, rows = block.count * heads;
+        float by = LOG2_E / std::sqrt((float)width);
+        Seen sees[QUERIES];
+        for (long r = 0; r < rows; ++r) {
+            long t = block.first + r / heads;
+            sees[r] = seen(layer, tokens[t].position);
+            const float* q = qkv + t * qkv_width() + (head + r % heads) * width;
+            for (long d = 0; d < width; ++d) mine.queries[r * width + d] = q[d] * by;
+        }
+        Pages pages{table(tokens[block.first].slot),
+                    layer.keys + kv * page,
+                    layer.values + kv * page,
+                    m.num_kv_heads * page,
+                    m.page_size,
+                    width};
+        attend(pages, mine.queries, sees, rows, mine.scores, score_stride(), mine.outputs);
+        for (long r = 0; r < rows; ++r)
+            std::memcpy(attn_out + (block.to + r / heads) * heads_width() + (head + r % heads) * width,
+                        mine.outputs + r * width, width * sizeof(float));
+    }
+};
+
+}  // namespace
+
+extern "C" int run_step(const Model* model, const Step* step, int threads) try {
+    Forward forward(*model, *step);
+    Result wrong = forward.check();
+    return wrong != DONE ? wrong : forward.run(threads);
+} catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+}

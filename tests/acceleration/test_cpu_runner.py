@@ -1,0 +1,404 @@
+"""A step on a CPU: the model's numbers, and the same to the bit whatever else is in the step.
+
+Alone or among others, at once or in chunks, with pages of its own or another request's, on one
+thread or two: logits, keys and values of a request are compared with `torch.equal`.
+"""
+
+import copy
+import random
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scratchlm import ModelConfig, TransformerLM, acceleration
+from scratchlm import config as c
+from scratchlm.accelerate.cpu_runner import SOURCE, CPURunner
+from scratchlm.accelerate.decoding import why_not_cpu_runner
+from scratchlm.ops import OPS, native
+from scratchlm.paged import LAST, PagedCache, Step
+from tiny_models import FAMILIES, PLAIN, build
+
+assert native.library(SOURCE) is not None, native.why_not(SOURCE)  # no test here without it
+
+CONTEXT = 96
+TAKEN = {
+    name: config.replace(context_length=CONTEXT)
+    for name, config in FAMILIES.items()
+    if name not in ("mixtral", "post-norm")
+}
+# Sizes that fill no vector and no tile; and sums longer than a block of them.
+ODD = PLAIN.replace(
+    d_model=37, num_heads=6, num_kv_heads=2, d_head=10, d_ff=51, context_length=CONTEXT
+)
+DEEP = ODD.replace(d_model=130, d_ff=2_100, ffn=c.MLP("gelu"), num_layers=1)
+WIDE_GROUP = ODD.replace(num_heads=20, num_kv_heads=1)  # more heads than queries at once
+SHAPES = {**TAKEN, "odd": ODD, "deep": DEEP, "wide group": WIDE_GROUP}
+
+
+class Pool:
+    """A runner, its cache and its tables; pages are handed out in a random order."""
+
+    def __init__(self, model, slots=4, page_size=4, fill=0.0, seed=0):
+        per_slot = -(-model.config.context_length // page_size)
+        self.cache = PagedCache(model.config, slots * per_slot, page_size)
+        self.cache.keys.fill_(fill)
+        self.cache.values.fill_(fill)
+        order = torch.randperm(slots * per_slot, generator=torch.Generator().manual_seed(seed))
+        self.tables = order.to(torch.int32).view(slots, per_slot)
+        self.last = torch.zeros(slots, dtype=torch.int64)
+        self.runner = CPURunner(model, self.cache)
+
+    def read(self, *rows):
+        """Read rows (slot, tokens, start); return the logits after each."""
+        slots, tokens, starts = zip(*rows, strict=True)
+        step = Step(
+            tokens=[token for row in tokens for token in row],
+            counts=[len(row) for row in tokens],
+            starts=list(starts),
+            slots=list(slots),
+            chooses=[True] * len(rows),
+        )
+        return self.runner.run(step, self.tables, self.last).clone()
+
+    def kept(self, slot, length):
+        """Return keys and values of a slot's first positions."""
+        pages = self.tables[slot].long()
+        both = torch.stack((self.cache.keys[:, pages], self.cache.values[:, pages]))
+        return both.transpose(2, 3).flatten(3, 4)[:, :, :, :length]  # (2, layers, heads, ...)
+
+
+def prompt(length, seed=0, vocab=PLAIN.vocab_size):
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+def in_chunks(pool, slot, tokens, size, start=0):
+    """Read tokens in chunks; return the logits after the last."""
+    for first in range(start, len(tokens), size):
+        logits = pool.read((slot, tokens[first : first + size], first))
+    return logits
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request):
+    return build(SHAPES[request.param], dtype=torch.float32).eval()
+
+
+# The model's numbers
+
+
+def test_logits_are_the_model_s_after_every_token(model):
+    tokens = prompt(CONTEXT)
+    pool = Pool(model)
+    got = torch.cat([pool.read((1, [token], p)) for p, token in enumerate(tokens)])
+    with torch.inference_mode():
+        torch.testing.assert_close(got, model(torch.tensor([tokens]))[0], atol=1e-5, rtol=1e-5)
+
+
+def test_it_is_as_exact_as_torch_s_own():
+    config = ModelConfig(1000, 256, 256, 4, 4, positions=c.Rotary(1e4, "half"))
+    model = TransformerLM(config).eval()
+    exact = TransformerLM(config, ops="reference", dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    tokens = prompt(200, vocab=1000)
+    with torch.inference_mode():
+        wanted = exact(torch.tensor([tokens]))[0, -1]
+        theirs = model(torch.tensor([tokens]))[0, -1]
+    ours = Pool(model, page_size=16).read((0, tokens, 0))[0]
+    assert (ours - wanted).norm() < 1.5 * (theirs - wanted).norm()
+    assert (ours - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations_are_right_from_end_to_end_of_their_range(activation):
+    """A model whose one layer passes numbers of any size through the activation."""
+    config = PLAIN.replace(norm=c.NoNorm(), ffn=c.MLP(activation), num_layers=1)
+    model = build(config, dtype=torch.float32).eval()
+    x = torch.cat((torch.linspace(-20, 20, 25), torch.tensor([-1e4, -90.0, 90.0, 1e4])))
+    with torch.inference_mode():
+        for weight in (model.layers[0].attn.output_proj.weight, model.layers[0].ffn.w1.weight):
+            weight.zero_()
+        model.token_embeddings.weight.copy_(x[:, None].expand(-1, config.d_model))
+        model.layers[0].ffn.w1.weight[:, 0] = 1.0
+        expected = model(torch.arange(len(x))[:, None])[:, 0]
+    pool = Pool(model, slots=len(x))
+    got = pool.read(*((slot, [slot], 0) for slot in range(len(x))))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+# The same to the bit
+
+
+def test_chunks_of_any_size_give_the_same_bits(model):
+    tokens = prompt(CONTEXT - 2)
+    once = Pool(model)
+    wanted = once.read((0, tokens, 0))
+    for size in (1, 3, 16, 64):
+        pool = Pool(model)
+        assert torch.equal(in_chunks(pool, 2, tokens, size), wanted), size
+        assert torch.equal(pool.kept(2, len(tokens)), once.kept(0, len(tokens))), size
+
+
+def test_among_63_others_a_request_is_as_it_is_alone(model):
+    """All decode, or read prompts in chunks, each in its own time."""
+    pool, alone = Pool(model, slots=64), Pool(model)
+    draw = random.Random(1)
+    prompts = [prompt(draw.randint(1, CONTEXT), seed) for seed in range(64)]
+    prompts[17] = prompt(70)
+    done, wanted = [0] * 64, {}
+    for p in range(70):
+        wanted[p + 1] = alone.read((0, prompts[17][p : p + 1], p))
+    while done[17] < 70:
+        going = [slot for slot in range(64) if done[slot] < len(prompts[slot])]
+        draw.shuffle(going)
+        counts = [draw.choice((1, 1, 1, 5, 20)) for _ in going]
+        rows = [
+            (slot, prompts[slot][done[slot] : done[slot] + count], done[slot])
+            for slot, count in zip(going, counts, strict=True)
+        ]
+        logits = pool.read(*rows)
+        for slot, tokens, _ in rows:
+            done[slot] += len(tokens)
+        assert torch.equal(logits[going.index(17)], wanted[done[17]][0])
+    assert torch.equal(pool.kept(17, 70), alone.kept(0, 70))
+
+
+def test_a_prefix_that_another_request_read_gives_the_same_bits(model):
+    shared, own = prompt(40), prompt(9, seed=1)
+    wanted = Pool(model).read((0, shared + own, 0))
+    pool = Pool(model)
+    in_chunks(pool, 3, shared + prompt(7, seed=2), 11)
+    pool.tables[1, :10] = pool.tables[3, :10]  # ten pages of four
+    assert torch.equal(pool.read((1, own, 40)), wanted)
+
+
+def test_pages_of_any_size_give_the_same_bits(model):
+    tokens = prompt(50)
+    wanted = Pool(model).read((0, tokens, 0))
+    for page_size in (1, 16, 37):
+        assert torch.equal(in_chunks(Pool(model, page_size=page_size), 0, tokens, 20), wanted)
+
+
+def test_what_no_request_has_written_is_never_read(model):
+    """Not even to be multiplied by 0: every number of the pool is a NaN at first."""
+    tokens = prompt(50)
+    clean, poisoned = Pool(model), Pool(model, fill=torch.nan)
+    for size in (1, 7, 50):
+        wanted = in_chunks(clean, 0, tokens, size)
+        assert wanted.isfinite().all()
+        assert torch.equal(in_chunks(poisoned, 0, tokens, size), wanted)
+
+
+# Large enough for two threads
+
+LARGE = ModelConfig(3000, 160, 256, 3, 8, num_kv_heads=4, d_ff=1200)
+
+
+def test_threads_change_no_bit():
+    model = build(LARGE, dtype=torch.float32).eval()
+    rows = [(slot, prompt(draw, slot, 3000), 0) for slot, draw in enumerate((150, 1, 33, 64))]
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            pool = Pool(model, page_size=16)
+            first = pool.read(*rows)
+            then = pool.read(*((slot, [7], len(tokens)) for slot, tokens, _ in rows))
+            alone = pool.read((1, [9], 2))
+            found.append((first, then, alone, pool.kept(0, 150)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_any_number_of_rows_gives_the_same_bits():
+    """1 … 300 tokens in a step: every remainder of a tile, and of a block of tokens."""
+    model = build(PLAIN.replace(d_model=48, d_ff=80, context_length=300), dtype=torch.float32)
+    tokens = prompt(300)
+    by_one = Pool(model, page_size=16)
+    wanted = [by_one.read((0, [token], p)) for p, token in enumerate(tokens)]
+    pool = Pool(model, page_size=16)
+    for length in [*range(1, 140), 191, 192, 193, 255, 256, 257, 300]:
+        assert torch.equal(pool.read((1, tokens[:length], 0)), wanted[length - 1]), length
+        assert torch.equal(pool.kept(1, length), by_one.kept(0, length)), length
+
+
+@st.composite
+def configs(draw):
+    group, kv_heads = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    layout = st.sampled_from(["interleaved", "half"])
+    positions = [c.Rotary(1e4, draw(layout)), c.Learned(), c.NoPositions()]
+    norms = [c.RMSNorm(), c.LayerNorm(bias=draw(st.booleans())), c.NoNorm()]
+    bias = draw(st.booleans())
+    activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]))
+    return ModelConfig(
+        vocab_size=draw(st.integers(2, 70)),
+        context_length=64,
+        d_model=draw(st.integers(1, 70)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        d_head=2 * draw(st.integers(1, 20)),
+        d_ff=draw(st.integers(1, 100)),
+        positions=draw(st.sampled_from(positions)),
+        norm=draw(st.sampled_from(norms)),
+        ffn=draw(st.sampled_from([c.SwiGLU(bias), c.MLP(activation, bias)])),
+        attention=c.Attention(
+            qk_norm=draw(st.booleans()),
+            bias=draw(st.sampled_from(["none", "qkv", "all"])),
+            sliding_window=draw(st.sampled_from([None, None, 1, 3, 17])),
+        ),
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60)
+@given(configs(), st.integers(0, 2**30))
+def test_random_models_and_chunks(config, seed):
+    draw = random.Random(seed)
+    model = build(config, dtype=torch.float32, seed=seed).eval()
+    tokens, other = (prompt(64, seed + i, config.vocab_size) for i in range(2))
+    pool = Pool(model, page_size=draw.choice((1, 4, 16)), fill=torch.nan, seed=seed)
+    wanted = Pool(model).read((0, tokens, 0))
+    done = 0
+    while done < 64:
+        count = draw.randint(1, 64 - done)
+        size = draw.randint(1, 64)
+        rows = [(2, tokens[done : done + count], done), (0, other[:size], 0)]
+        logits = pool.read(*rows)
+        done += count
+    assert torch.equal(logits[0], wanted[0])
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens]))[:, -1]
+    torch.testing.assert_close(wanted, expected, atol=2e-5, rtol=1e-4)
+
+
+# What a step says
+
+
+def test_a_token_may_be_known_to_the_device_alone():
+    model = build(PLAIN, dtype=torch.float32)
+    pool = Pool(model)
+    pool.read((0, [1, 2], 0), (3, [4], 0))
+    wanted = pool.read((0, [5], 2), (3, [6], 1))
+    pool.last[0], pool.last[3] = 5, 6
+    assert torch.equal(pool.read((0, [LAST], 2), (3, [LAST], 1)), wanted)
+
+
+def test_rows_that_do_not_choose_have_no_logits():
+    model = build(PLAIN, dtype=torch.float32)
+    pool, other = Pool(model), Pool(model)
+    step = Step([1, 2, 3, 4], [2, 1, 1], [0, 0, 0], [0, 1, 2], [False, True, False])
+    logits = pool.runner.run(step, pool.tables, pool.last).clone()
+    wanted = other.read((0, [1, 2], 0), (1, [3], 0), (2, [4], 0))
+    assert torch.equal(logits, wanted[1:2])
+    assert torch.equal(pool.kept(0, 2), other.kept(0, 2))
+    silent = Step([1, 2], [2], [0], [3], [False])
+    assert pool.runner.run(silent, pool.tables, pool.last).shape == (0, PLAIN.vocab_size)
+    assert torch.equal(pool.kept(3, 2), other.kept(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ((0, [29], 0), r"token id must lie in \[0, 29\)"),
+        ((0, [-2], 0), "token id"),
+        ((0, [1], 24), r"positions in \[0, 24\)"),
+        ((0, [1, 2], -1), "positions"),
+        ((4, [1], 0), "slot"),
+        ((1, [1], 4), "page"),
+    ],
+    ids=str,
+)
+def test_what_would_be_read_outside_is_refused(row, match):
+    pool = Pool(build(PLAIN, dtype=torch.float32))
+    pool.tables[1, 1] = -1
+    before = pool.cache.keys.clone()
+    with pytest.raises(ValueError, match=match):
+        pool.read((2, [3], 0), row)
+    assert torch.equal(pool.cache.keys, before)
+
+
+# Models that change
+
+
+def zero(module, inputs, output):
+    return torch.zeros_like(output)
+
+
+def test_hooked_replaced_and_patched_modules_are_noticed():
+    model = build(PLAIN, dtype=torch.float32)
+    runner = Pool(model).runner
+    attn = model.layers[1].attn
+    assert runner.valid
+    hook = attn.v_proj.register_forward_hook(zero)
+    assert not runner.valid
+    hook.remove()
+    assert runner.valid
+    attn.v_proj.forward = lambda x: x
+    assert not runner.valid
+    del attn.v_proj.forward
+    assert runner.valid
+    model.layers[0].ffn.ops = OPS["fast"].replace(silu=torch.relu)
+    assert not runner.valid
+    model.layers[0].ffn.ops = OPS["fast"]
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not runner.valid
+    hook.remove()
+    assert runner.valid
+    attn.v_proj = copy.deepcopy(attn.v_proj)
+    assert not runner.valid
+
+
+def test_weights_that_moved_or_changed_are_found():
+    model = build(PLAIN, dtype=torch.float32).eval()
+    pool = Pool(model)
+    before = pool.read((0, [1, 2, 3], 0))
+    weight = model.layers[0].attn.q_proj.weight
+
+    def expected():
+        with torch.inference_mode():
+            return model(torch.tensor([[1, 2, 3]]))[:, -1]
+
+    with torch.no_grad():
+        weight.mul_(2)  # where it lies
+    assert pool.runner.valid
+    assert not torch.allclose(pool.read((0, [1, 2, 3], 0)), before)
+    weight.data = weight.data * 3  # elsewhere
+    assert pool.runner.valid
+    torch.testing.assert_close(pool.read((0, [1, 2, 3], 0)), expected(), atol=1e-5, rtol=1e-5)
+    model.layers[0].ln1.weight = torch.nn.Parameter(torch.randn(16))
+    assert pool.runner.valid
+    torch.testing.assert_close(pool.read((0, [1, 2, 3], 0)), expected(), atol=1e-5, rtol=1e-5)
+    model.double()
+    assert not pool.runner.valid
+
+
+def test_other_models_are_not_taken():
+    def runner_of(model):
+        cache = PagedCache(model.config, 4, 4)
+        return acceleration.make_runner(model, cache, max_rows=4, exact=True)
+
+    assert isinstance(runner_of(build(PLAIN, dtype=torch.float32)), CPURunner)
+    assert runner_of(build(PLAIN, dtype=torch.float64)) is None
+    for family in ("mixtral", "post-norm"):
+        model = build(FAMILIES[family], dtype=torch.float32)
+        assert runner_of(model) is None
+        with pytest.raises(ValueError, match="does not take"):
+            CPURunner(model, PagedCache(model.config, 4, 4))
+
+
+def test_without_a_compiler_there_is_no_runner(monkeypatch, tmp_path):
+    native._loaded.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    try:
+        model = build(PLAIN, dtype=torch.float32)
+        assert "no C++ compiler" in why_not_cpu_runner(model)
+        cache = PagedCache(PLAIN, 4, 4)
+        assert acceleration.make_runner(model, cache, max_rows=1, exact=False) is None
+    finally:
+        native._loaded.cache_clear()
