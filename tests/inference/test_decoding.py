@@ -17,7 +17,7 @@ from scratchlm.inference import (
     prefill,
     stream,
 )
-from scratchlm.inference.decoding import window_start
+from scratchlm.inference.scheduler import window_start
 from tiny_models import FAMILIES, build
 
 ROWS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8], [4, 4]]
@@ -57,20 +57,20 @@ def test_every_family_generates_the_same_with_and_without_cache(name):
 def test_every_family_generates_the_same_with_and_without_acceleration(name, monkeypatch):
     model = build(FAMILIES[name], dtype=torch.float32)
     options = {"max_new_tokens": 12, "sampling": GREEDY}
-    decoders, make = [], acceleration.make_decoder
+    asked, make = [], acceleration.make_runner
 
-    def make_decoder(*given):
-        decoders.append(make(*given))
-        return decoders[-1]
+    def make_runner(*given, **options):
+        asked.append(make(*given, **options))
+        return asked[-1]
 
-    monkeypatch.setattr(acceleration, "make_decoder", make_decoder)
-    fast = generate(model, [[1, 2], [3, 4, 5, 6]], **options)
-    assert decoders
-    assert (decoders[0] is None) == (name in ("mistral", "mixtral", "post-norm"))
-    made = len(decoders)
-    plain = generate(model, [[1, 2], [3, 4, 5, 6]], accelerate=False, **options)
-    assert tokens(plain) == tokens(fast)
-    assert len(decoders) == made
+    monkeypatch.setattr(acceleration, "make_runner", make_runner)
+    for prompts in ([[1, 2], [3, 4, 5, 6]], [[3, 4, 5, 6]]):
+        asked.clear()
+        fast = generate(model, prompts, **options)
+        assert len(asked) == 1
+        plain = generate(model, prompts, accelerate=False, **options)
+        assert tokens(plain) == tokens(fast)
+        assert len(asked) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "mixtral"])

@@ -13,6 +13,10 @@ from scratchlm.inference import filters
 INF = math.inf
 
 
+def log(p):
+    return math.log(p) if p else -INF
+
+
 def softmax(row):
     top = max(row)
     weights = [math.exp(x - top) for x in row]
@@ -82,7 +86,7 @@ def test_top_p_stops_where_the_mass_is_reached_exactly():
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.3, 1.0])
 def test_min_p_keeps_tokens_at_least_p_times_as_likely_as_the_best(p):
     logits = random_logits()
-    assert kept(filters.min_p(logits, p)) == [naive_min_p(row, p) for row in logits.tolist()]
+    assert kept(filters.min_p(logits, log(p))) == [naive_min_p(row, p) for row in logits.tolist()]
 
 
 @pytest.mark.parametrize("mass", [0.05, 0.3, 0.7, 0.95])
@@ -104,8 +108,7 @@ def test_ties_keep_exactly_k_and_the_lower_ids(row, k):
 
 def test_top_k_one_is_greedy_even_where_all_tie():
     logits = torch.zeros(2, 9)
-    assert torch.equal(filters.top_k(logits, 1), filters.greedy(logits))
-    assert kept(filters.greedy(logits)) == [{0}, {0}]
+    assert kept(filters.top_k(logits, 1)) == [{0}, {0}]
 
 
 def test_kept_logits_keep_their_values():
@@ -113,9 +116,8 @@ def test_kept_logits_keep_their_values():
     for out in (
         filters.top_k(logits, 3),
         filters.top_p(logits, 0.5),
-        filters.min_p(logits, 0.2),
+        filters.min_p(logits, log(0.2)),
         filters.typical(logits, 0.5),
-        filters.greedy(logits),
     ):
         assert (out == -INF).any()
         assert torch.equal(out[out > -INF], logits[out > -INF])
@@ -126,11 +128,9 @@ def test_kept_logits_keep_their_values():
     [
         lambda x: filters.top_k(x, 2),
         lambda x: filters.top_p(x, 0.5),
-        lambda x: filters.min_p(x, 0.2),
+        lambda x: filters.min_p(x, log(0.2)),
         lambda x: filters.typical(x, 0.5),
-        lambda x: filters.temperature(x, 0.0),
         lambda x: filters.temperature(x, 0.7),
-        lambda x: filters.logit_bias(x, {1: 2.0}),
         lambda x: filters.repetition_penalty(x, x > 0, 2.0),
     ],
 )
@@ -146,7 +146,7 @@ def test_masked_tokens_stay_masked():
     logits = filters.top_k(random_logits(), 4)
     for out in (
         filters.top_p(logits, 0.9),
-        filters.min_p(logits, 0.01),
+        filters.min_p(logits, log(0.01)),
         filters.typical(logits, 0.9),
         filters.temperature(logits, 0.5),
     ):
@@ -164,8 +164,30 @@ def test_penalties_are_their_formulas():
 
 
 def test_bias_is_added_and_minus_infinity_forbids():
-    out = filters.logit_bias(torch.zeros(2, 3), {0: 1.5, 2: -INF})
-    assert out.tolist() == [[1.5, 0.0, -INF]] * 2
+    rows, tokens = torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1])
+    out = filters.logit_bias(torch.zeros(3, 3), rows, tokens, torch.tensor([1.5, -INF, 2.0]))
+    assert out.tolist() == [[1.5, 0.0, -INF], [0.0, 2.0, 0.0], [0.0] * 3]
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("with_column", "with_number", "values"),
+    [
+        (filters.temperature, filters.temperature, (0.5, 2.0, 1.0)),
+        (lambda x, k: filters.top_k(x, k.long(), 17), filters.top_k, (1, 17, 4)),
+        (filters.top_p, filters.top_p, (0.2, 1.0, 0.9)),
+        (filters.min_p, filters.min_p, (log(0.3), log(0.0), log(1.0))),
+        (filters.typical, filters.typical, (0.2, 1.0, 0.6)),
+    ],
+)
+def test_a_setting_may_be_one_for_each_row(with_column, with_number, values):
+    logits = random_logits(rows=3)
+    whole = with_column(logits, column(*values))
+    alone = [with_number(row[None], value) for row, value in zip(logits, values, strict=True)]
+    assert torch.equal(whole, torch.cat(alone))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +196,7 @@ def test_bias_is_added_and_minus_infinity_forbids():
         (lambda x: filters.temperature(x, 0.7), hf.TemperatureLogitsWarper(0.7)),
         (lambda x: filters.top_k(x, 5), hf.TopKLogitsWarper(5)),
         (lambda x: filters.top_p(x, 0.8), hf.TopPLogitsWarper(0.8)),
-        (lambda x: filters.min_p(x, 0.1), hf.MinPLogitsWarper(0.1)),
+        (lambda x: filters.min_p(x, log(0.1)), hf.MinPLogitsWarper(0.1)),
         (lambda x: filters.typical(x, 0.6), hf.TypicalLogitsWarper(0.6)),
     ],
 )

@@ -1,13 +1,24 @@
 """The draw: its distribution, its independence of everything but seed and step, its errors."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from scratchlm.inference import GREEDY, Sampling, Seen, filtered, sample, uniform
-from scratchlm.inference.sampling import draw
+from inference import oracle_sampling as oracle
+from scratchlm.inference import GREEDY, Sampling, uniform
+from scratchlm.inference.device_sampling import (
+    NOTHING,
+    Settings,
+    _draw,
+    choose,
+    logprobs,
+    masked,
+    shifted,
+)
+from scratchlm.inference.rows import Row
 
 SAMPLINGS = {
     "as it is": Sampling(),
@@ -24,13 +35,50 @@ SAMPLINGS = {
 }
 
 
+PROMPT, ANSWER = [1, 2, 2, 7], [4, 4, 3]
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A row that has read and written something, as the engine's requests are."""
+
+    row: Row
+    num_logprobs: int | None = None
+
+
+def chooser(sampling, prompt=PROMPT, answer=ANSWER, num_logprobs=None):
+    row = Row(0, prompt, limit=99, seed=0, sampling=sampling, tokenizer=None, stop=(), eos_ids=())
+    row.ids += answer
+    return Chooser(row, num_logprobs)
+
+
+def settings_of(samplings, vocab):
+    return Settings.of([chooser(s) for s in samplings], vocab, torch.device("cpu"))
+
+
+def sample(logits, sampling, numbers, seen=None):
+    """Choose for rows of one sampling, which have all read and written the same."""
+    samplings = [sampling] * len(logits)
+    settings = settings_of(samplings, logits.shape[-1])
+    return choose(logits, settings, torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+
+def filtered(logits, sampling, seen=None):
+    settings = settings_of([sampling], logits.shape[-1])
+    return masked(shifted(logits, settings), settings)
+
+
 def logits_and_seen(vocab=12):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, vocab, generator=generator) * 1.5
-    seen = Seen.of([[1, 2, 2, 7]], vocab, torch.device("cpu"))
-    for token in (4, 4, 3):
-        seen.add([token])
-    return logits, seen
+    return logits, seen_by(1, vocab)
+
+
+def seen_by(rows, vocab):
+    seen = oracle.Seen.of([PROMPT] * rows, vocab, torch.device("cpu"))
+    for token in ANSWER:
+        seen.add([token] * rows)
+    return seen
 
 
 def chi_square_limit(freedom):
@@ -43,10 +91,9 @@ def chi_square_limit(freedom):
 def test_frequencies_pass_a_chi_square_test_against_the_exact_distribution(name):
     logits, seen = logits_and_seen()
     sampling, n = SAMPLINGS[name], 20_000
-    exact = filtered(logits, sampling, seen).softmax(-1)[0].tolist()
+    exact = oracle.filtered(logits, sampling, seen).softmax(-1)[0].tolist()
     many = logits.expand(n, -1)
-    rows = Seen(seen.prompt.expand(n, -1), seen.answer.expand(n, -1))
-    tokens = sample(many, sampling, [uniform(seed, 5) for seed in range(n)], rows)
+    tokens = sample(many, sampling, [uniform(seed, 5) for seed in range(n)])
     counts = torch.tensor(tokens).bincount(minlength=12).tolist()
     assert all(count == 0 for count, p in zip(counts, exact, strict=True) if p == 0)
     likely = [(count, n * p) for count, p in zip(counts, exact, strict=True) if p > 0]
@@ -69,8 +116,8 @@ def test_a_draw_depends_on_seed_and_step_and_lies_in_range():
 
 def test_draw_inverts_the_distribution_function():
     p = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
-    numbers = [0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53]
-    assert draw(p.expand(6, -1), numbers) == [1, 1, 3, 3, 4, 4]
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert _draw(p.double().expand(6, -1), numbers).tolist() == [1, 1, 3, 3, 4, 4]
 
 
 def test_the_largest_draw_gives_a_valid_token():
@@ -78,7 +125,8 @@ def test_the_largest_draw_gives_a_valid_token():
     p = torch.rand(500, 33, generator=generator, dtype=torch.float64)
     p[:, -3:] = 0
     p = p / p.sum(-1, keepdim=True)
-    assert all(token < 30 for token in draw(p, [1 - 2**-53] * 500))
+    numbers = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
+    assert all(token < 30 for token in _draw(p, numbers).tolist())
 
 
 def test_temperature_zero_and_top_k_one_are_greedy():
@@ -95,8 +143,11 @@ def test_temperature_zero_and_top_k_one_are_greedy():
 def test_greedy_applies_bias_and_penalties():
     logits = torch.tensor([[1.0, 0.9, 0.0]])
     assert sample(logits, Sampling(temperature=0.0, logit_bias={0: -math.inf}), [0.5]) == [1]
-    seen = Seen.of([[0]], 3, logits.device)
-    assert sample(logits, Sampling(temperature=0.0, repetition_penalty=2.0), [0.5], seen) == [1]
+    one = chooser(Sampling(temperature=0.0, repetition_penalty=2.0), prompt=[0], answer=[])
+    settings = Settings.of([one], 3, logits.device)
+    assert choose(logits, settings).tolist() == [1]
+    settings.seen.add(torch.tensor([1]))
+    assert choose(logits, settings).tolist() == [0]  # 0.5 against 0.45
 
 
 def test_the_filters_compose_in_transformers_order():
@@ -141,11 +192,94 @@ def test_a_wrong_setting_is_one_line(wrong, message):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
-def test_nan_or_infinite_logits_are_an_error_not_a_token(value, sampling):
-    with pytest.raises(ValueError, match="nothing to choose from"):
-        sample(torch.tensor([[0.0, value, 1.0]]), sampling, [0.5])
+def test_nan_or_infinite_logits_are_flagged_in_their_row_alone(value, sampling):
+    logits = torch.tensor([[0.0, 5.0, -9.0], [0.0, value, 1.0], [0.0, 5.0, -9.0]])
+    assert sample(logits, sampling, [0.5] * 3) == [1, NOTHING, 1]
 
 
-def test_forbidding_every_token_is_an_error():
-    with pytest.raises(ValueError, match="every token is forbidden"):
-        sample(torch.zeros(1, 2), Sampling(logit_bias={0: -math.inf, 1: -math.inf}), [0.5])
+def test_forbidding_every_token_is_flagged():
+    none = Sampling(logit_bias={0: -math.inf, 1: -math.inf})
+    assert sample(torch.zeros(1, 2), none, [0.5]) == [NOTHING]
+
+
+# Many rows, each in its own way: the oracle chooses row by row
+
+
+def random_sampling(generator):
+    def pick(*values):
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    return Sampling(
+        temperature=pick(0.0, 0.3, 0.8, 1.0, 1.7),
+        top_k=pick(None, None, 1, 3, 7, 500),
+        top_p=pick(1.0, 1.0, 0.4, 0.95),
+        min_p=pick(0.0, 0.0, 0.05),
+        typical=pick(1.0, 1.0, 0.6),
+        repetition_penalty=pick(1.0, 1.0, 1.3),
+        presence_penalty=pick(0.0, 0.0, 0.4),
+        frequency_penalty=pick(0.0, 0.0, -0.2),
+        logit_bias=pick({}, {}, {3: 2.0, 5: -math.inf}),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_any_settings_choose_as_the_oracle_does_row_by_row(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    vocab, kinds, steps = 40, 6, 4
+    samplings = [random_sampling(generator) for _ in range(kinds)]
+    if seed == 0:
+        samplings = [GREEDY] * kinds
+    if seed == 1:  # nothing but temperature, top-k and top-p
+        samplings = [Sampling(0.8, 5, 0.9), Sampling(1.2), GREEDY, Sampling(top_p=0.5)] * 2
+        kinds = len(samplings)
+    choosers = [chooser(s) for s in samplings]
+    settings = Settings.of(choosers, vocab, torch.device("cpu"))
+    seen = [seen_by(1, vocab) for _ in samplings]
+    for step in range(steps):
+        logits = (torch.randn(kinds, vocab, generator=generator) * 2).to(dtype)
+        numbers = [uniform(row, step) for row in range(kinds)]
+        tokens = choose(logits, settings, torch.tensor(numbers, dtype=torch.float64))
+        expected = [
+            oracle.sample(logits[i : i + 1], samplings[i], numbers[i : i + 1], seen[i])[0]
+            for i in range(kinds)
+        ]
+        assert tokens.tolist() == expected
+        if settings.seen is not None:
+            settings.seen.add(tokens)
+        for row, token in zip(seen, expected, strict=True):
+            row.add([token])
+        if step == 1:  # rows come and go: the counts of those that stay are carried on
+            keep = list(range(kinds - 1, 0, -1))
+            choosers, samplings = [choosers[i] for i in keep], [samplings[i] for i in keep]
+            seen, kinds = [seen[i] for i in keep], kinds - 1
+            settings = Settings.of(choosers, vocab, torch.device("cpu"), settings)
+
+
+def test_filtered_distributions_are_the_oracles_bit_for_bit():
+    generator = torch.Generator().manual_seed(5)
+    samplings = [s for s in SAMPLINGS.values()]
+    logits = torch.randn(len(samplings), 50, generator=generator)
+    settings = settings_of(samplings, 50)
+    got = masked(shifted(logits, settings), settings)
+    for i, sampling in enumerate(samplings):
+        expected = oracle.filtered(logits[i : i + 1], sampling, seen_by(1, 50))
+        assert torch.equal(got[i : i + 1], expected)
+
+
+def test_log_probabilities_do_not_depend_on_what_others_ask_for():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).expand(4, -1)  # ties
+    choosers = [chooser(GREEDY, num_logprobs=n) for n in (2, None, 4, 2)]
+    settings = Settings.of(choosers, 5, torch.device("cpu"))
+    tokens = choose(logits, settings)
+    found = {
+        row: (f, at) for f in logprobs(logits, tokens, settings) for at, row in enumerate(f.rows)
+    }
+    assert sorted(found) == [0, 2, 3]
+    table = logits[:1].double().log_softmax(-1)
+    for row, best in ((0, 2), (2, 4), (3, 2)):
+        f, at = found[row]
+        values, ids = table.topk(best)
+        assert torch.equal(f.values[at], values[0])
+        assert torch.equal(f.ids[at], ids[0])
+        assert f.chosen[at] == table[0, tokens[row]]

@@ -3,14 +3,17 @@
 from scratchlm.inference.beam import Beam, beam_search
 from scratchlm.inference.chat import FORMATS, ChatFormat, Message, chat_format, what_fits
 from scratchlm.inference.decoding import decode_one_token, generate, prefill, stream
+from scratchlm.inference.engine import Engine, Handle
 from scratchlm.inference.inspect import Candidate, attention_weights, next_tokens
 from scratchlm.inference.loading import Loaded, load_model
 from scratchlm.inference.rows import Generation, Piece, TokenLogprob
-from scratchlm.inference.sampling import GREEDY, Sampling, Seen, filtered, sample, uniform
+from scratchlm.inference.sampling import GREEDY, Sampling, uniform
 
 __all__ = [
     "load_model",
     "Loaded",
+    "Engine",
+    "Handle",
     "generate",
     "stream",
     "Generation",
@@ -20,10 +23,7 @@ __all__ = [
     "GREEDY",
     "prefill",
     "decode_one_token",
-    "sample",
-    "filtered",
     "uniform",
-    "Seen",
     "beam_search",
     "Beam",
     "next_tokens",

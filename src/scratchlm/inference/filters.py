@@ -1,14 +1,14 @@
 """Filters on logits: each a small pure function from (batch, vocab) to (batch, vocab).
 
 A filter either shifts logits (bias, penalties, temperature) or masks tokens with −∞. None changes
-its input. On ties the lower id comes first, so every filter is deterministic: `top_k(logits, 1)` is
-always greedy.
+its input. A setting is a number for all rows, or (batch, 1), one for each; a row's result does not
+depend on the others. On ties the lower id comes first, so every filter is deterministic:
+`top_k(logits, 1)` is always greedy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,56 +16,55 @@ from torch import Tensor
 
 Logits = Float[Tensor, "batch vocab"]
 Counts = Int[Tensor, "batch vocab"]
+Setting = float | Float[Tensor, "batch 1"]
 
 
-def logit_bias(logits: Logits, bias: Mapping[int, float]) -> Logits:
+def logit_bias(
+    logits: Logits,
+    rows: Int[Tensor, " biases"],
+    tokens: Int[Tensor, " biases"],
+    added: Float[Tensor, " biases"],
+) -> Logits:
     """x_i + b_i for the tokens named; −∞ forbids a token."""
-    if not bias:
-        return logits
-    ids = torch.tensor(list(bias), device=logits.device)
-    added = torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
-    return logits.index_add(1, ids, added.expand(len(logits), -1))
+    return logits.index_put((rows, tokens), added, accumulate=True)
 
 
-def repetition_penalty(logits: Logits, seen: Bool[Tensor, "batch vocab"], penalty: float) -> Logits:
+def repetition_penalty(
+    logits: Logits, seen: Bool[Tensor, "batch vocab"], penalty: Setting
+) -> Logits:
     """x_i / θ where the token was seen (x_i · θ below zero: the penalty always lowers)."""
     # arXiv:1909.05858, section 4.1
     lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, lowered, logits)
 
 
-def presence_penalty(logits: Logits, counts: Counts, penalty: float) -> Logits:
+def presence_penalty(logits: Logits, counts: Counts, penalty: Setting) -> Logits:
     """x_i − α · [c_i > 0]."""  # as OpenAI's API defines it
     return logits - penalty * (counts > 0).to(logits.dtype)
 
 
-def frequency_penalty(logits: Logits, counts: Counts, penalty: float) -> Logits:
+def frequency_penalty(logits: Logits, counts: Counts, penalty: Setting) -> Logits:
     """x_i − α · c_i."""  # as OpenAI's API defines it
     return logits - penalty * counts.to(logits.dtype)
 
 
-def temperature(logits: Logits, value: float) -> Logits:
-    """x_i / T; at T = 0 its limit, greedy: only the argmax remains."""
-    if value == 0:
-        return greedy(logits)
+def temperature(logits: Logits, value: Setting) -> Logits:
+    """x_i / T, for T > 0; the limit at T = 0 is the argmax."""
     return logits / value
 
 
-def greedy(logits: Logits) -> Logits:
-    """Keep the argmax, the lowest id on ties."""
-    best = logits.argmax(dim=-1, keepdim=True)
-    return torch.full_like(logits, -math.inf).scatter(1, best, logits.gather(1, best))
+def top_k(logits: Logits, k: int | Int[Tensor, "batch 1"], largest_k: int | None = None) -> Logits:
+    """Keep the k largest logits; with a k for each row, `largest_k` is known without asking."""
+    # arXiv:1805.04833, section 5.4
+    vocab_size = logits.shape[-1]
+    if isinstance(k, int):
+        k, largest_k = torch.full_like(logits[:, :1], k, dtype=torch.long), k
+    largest = logits.topk(min(largest_k or vocab_size, vocab_size), dim=-1).values
+    count = k.clamp(max=vocab_size).to(logits.dtype)
+    return _keep(logits, _top_mask(logits, largest, count))
 
 
-def top_k(logits: Logits, k: int) -> Logits:
-    """Keep the k largest logits."""  # arXiv:1805.04833, section 5.4
-    if k >= logits.shape[-1]:
-        return logits
-    largest = logits.topk(k, dim=-1).values
-    return _keep(logits, _top_mask(logits, largest, torch.full_like(largest[:, :1], k)))
-
-
-def top_p(logits: Logits, p: float) -> Logits:
+def top_p(logits: Logits, p: Setting) -> Logits:
     """Keep the nucleus: the smallest set of most probable tokens whose mass reaches p."""
     # arXiv:1904.09751, section 3.1
     probability = logits.softmax(dim=-1)
@@ -73,20 +72,20 @@ def top_p(logits: Logits, p: float) -> Logits:
     return _keep(logits, _top_mask(probability, ranked, _nucleus_size(ranked, p)))
 
 
-def min_p(logits: Logits, p: float) -> Logits:
+def min_p(logits: Logits, log_p: Setting) -> Logits:
     """Keep the tokens at least p times as probable as the most probable one."""  # arXiv:2407.01082
-    if p == 0:
-        return logits
-    return _keep(logits, logits >= logits.amax(dim=-1, keepdim=True) + math.log(p))
+    return _keep(logits, logits >= logits.amax(dim=-1, keepdim=True) + log_p)
 
 
-def typical(logits: Logits, mass: float) -> Logits:
+def typical(logits: Logits, mass: Setting) -> Logits:
     """Keep the tokens whose surprisal −log p_i is nearest the entropy H, up to `mass`."""
     # arXiv:2202.00666, eq. 10
     log_probability = logits.log_softmax(dim=-1)
     probability = log_probability.exp()
     surprisal = -log_probability
-    entropy = (probability * surprisal.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
+    terms = probability * surprisal.masked_fill(probability == 0, 0.0)
+    # Row by row: torch splits a sum over threads in another way when there is only one.
+    entropy = torch.cat([row.sum(-1, keepdim=True) for row in terms.split(1)])
     nearness = -(surprisal - entropy).abs()
     ranked, order = nearness.sort(dim=-1, descending=True, stable=True)
     return _keep(
@@ -94,7 +93,7 @@ def typical(logits: Logits, mass: float) -> Logits:
     )
 
 
-def _nucleus_size(ranked: Float[Tensor, "batch vocab"], mass: float) -> Float[Tensor, "batch 1"]:
+def _nucleus_size(ranked: Float[Tensor, "batch vocab"], mass: Setting) -> Float[Tensor, "batch 1"]:
     """Count the first tokens whose probabilities sum to at least `mass`; at least one."""
     before = ranked.cumsum(dim=-1) - ranked  # mass of the tokens ranked higher
     return (before < mass).sum(dim=-1, keepdim=True).clamp(min=1).to(ranked.dtype)
