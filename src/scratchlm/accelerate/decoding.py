@@ -143,10 +143,6 @@ def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
         from scratchlm.accelerate.cpu_decode import CPUDecoder
 
         return CPUDecoder(model, cache)
-    if why_not_gpu(model) is None:
-        from scratchlm.accelerate.graph_decoder import GraphDecoder
-
-        return GraphDecoder(model, cache)
     return None
 
 
@@ -158,6 +154,11 @@ def make_runner(
         from scratchlm.accelerate.cpu_runner import CPURunner
 
         return CPURunner(model, cache)
+    if why_not_gpu(model) is None:
+        from scratchlm.accelerate.gpu_runner import GPURunner, why_not_pages
+
+        if why_not_pages(cache) is None:
+            return GPURunner(model, cache, max_rows=max_rows, exact=exact)
     return None
 
 

@@ -243,8 +243,9 @@ class FlatForward:
         if partial is not None:
             self._launch(
                 self.attention.combine_splits,
-                (len(q) * self.heads,),
-                *(partial, lse, out, self.d_head, d, splits, power_of_two(splits)),
+                (count, self.heads),
+                *(partial, lse, out, tiles.table[1]),
+                *(self.heads, self.d_head, d, splits, power_of_two(splits)),
             )
 
 

@@ -219,13 +219,15 @@ def combine_splits(
     partial,
     lse,
     out,
+    tile_tokens,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """out[line] = Σ softmax(lse)ᵢ partialᵢ. Grid: (tokens · heads,)."""
-    line = tl.program_id(0).to(tl.int64)
+    """out[token, head] = Σ softmax(lse)ᵢ partialᵢ. Grid: (tiles, HEADS)."""
+    line = tl.load(tile_tokens + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
     i, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     log_sum = tl.load(lse + line * SPLITS + i, mask=i < SPLITS, other=_LOWEST)
     weight = tl.where(log_sum > _LOWEST, tl.exp(log_sum - tl.max(log_sum, 0)), 0.0)
