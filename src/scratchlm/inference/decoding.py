@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scratchlm.inference.engine import Engine
+from scratchlm.inference.engine import Engine, MakeRunner
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row
@@ -171,7 +171,7 @@ def _engine_for(
     """Make an engine that has room for all of these rows at once."""
     context = model.config.context_length
     lengths = [min(row.num_prompt + row.limit, context) for row in rows]
-    make_runner = None
+    make_runner: MakeRunner | None = None
     if not use_cache:
         make_runner = UncachedRunner
     elif accelerate and len(rows) == 1:

@@ -4,10 +4,10 @@
     handles = [engine.submit(ids, max_new_tokens=50) for ids in prompts]
     for piece in handles[0]: …              whoever waits for a piece drives the engine
 
-A step is scheduled (`scheduler.py`), read by a runner (`paged.py`), and its tokens are chosen on the
-device (`device_sampling.py`). The host reads them `lag` steps later: on a GPU the next step is
-launched before the tokens of this one are looked at, and a row found to have ended has had one step
-too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
+A step is scheduled (`scheduler.py`), read by a runner (`paged.py`), and its tokens are chosen on
+the device (`device_sampling.py`). The host reads them `lag` steps later: on a GPU the next step is
+launched before the tokens of this one are looked at, and a row found to have ended has had one
+step too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
 
 The same request gives the same tokens and log-probabilities, bit for bit, whatever else is in the
 batch, however its prompt is cut, and whether its first pages were found or computed: on a CPU
