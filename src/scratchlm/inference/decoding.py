@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scratchlm.accounting.pool import PAGE_SIZE
 from scratchlm.inference.engine import Engine, MakeRunner
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
@@ -31,7 +32,7 @@ from scratchlm.inference.single_row import single_row_runner
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
 
-PAGE_SIZE, TOKENS_PER_STEP = 64, 2048
+TOKENS_PER_STEP = 2048
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
 TOKENS_PER_READING = 16
 
