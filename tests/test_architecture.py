@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "interop": {"config", "durable", "errors"},
     "inference": {
         *("model", "acceleration", "paged", "tokenizer", "checkpoint", "interop", "config"),
-        "errors",
+        *("accounting", "errors"),
     },
     "inspect": {"model", "inference", "errors"},
     "evaluation": {"inference", "errors"},

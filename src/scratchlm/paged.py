@@ -58,7 +58,12 @@ class Step:
 
 
 class Runner(Protocol):
-    """Reads steps of one model into one paged cache."""
+    """Reads steps of one model into one paged cache.
+
+    A runner that does not call the model's modules has an attribute `unchanged`, which is false
+    once they are not those it was made for: the engine then reads steps by the model itself. One
+    whose numbers depend on where a prompt is cut has a `chunk`: pieces end at its multiples.
+    """
 
     def run(
         self,

@@ -19,6 +19,7 @@ from scratchlm.accounting import (
     Summary,
     Training,
 )
+from scratchlm.accounting.pool import PAGE_SIZE
 from scratchlm.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def print_serving_memory(console: Console, result: Account) -> None:
     title = f"Serving memory of one GPU (batch {batch})"
     print_tree(console, title, result.memory.serving, "bytes")
     per_token = human(result.memory.kv_cache_per_token, "bytes")
-    console.print(Text(f"  KV cache: {per_token} per token of a sequence", style="dim"))
+    per_page = human(result.memory.kv_cache_per_token * PAGE_SIZE, "bytes")
+    sizes = f"{per_token} per token of a sequence, {per_page} per page of {PAGE_SIZE} tokens"
+    console.print(Text(f"  KV cache: {sizes}", style="dim"))
     console.print()
 
 

@@ -22,7 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scratchlm.inference.engine import Engine
+from scratchlm.accounting.pool import PAGE_SIZE
+from scratchlm.inference.engine import Engine, MakeRunner
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row
@@ -31,7 +32,7 @@ from scratchlm.inference.single_row import single_row_runner
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
 
-PAGE_SIZE, TOKENS_PER_STEP = 64, 2048
+TOKENS_PER_STEP = 2048
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
 TOKENS_PER_READING = 16
 
@@ -171,7 +172,7 @@ def _engine_for(
     """Make an engine that has room for all of these rows at once."""
     context = model.config.context_length
     lengths = [min(row.num_prompt + row.limit, context) for row in rows]
-    make_runner = None
+    make_runner: MakeRunner | None = None
     if not use_cache:
         make_runner = UncachedRunner
     elif accelerate and len(rows) == 1:

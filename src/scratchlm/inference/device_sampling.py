@@ -4,8 +4,9 @@
     tokens   = choose(logits, settings, numbers)    −1: nothing left to choose from
 
 Order: bias, repetition, presence, frequency (these shift logits); temperature; top-k, top-p,
-min-p, typical (these mask tokens, each applied to the result of the one before). A filter is applied
-to the rows that use it. Probabilities are float64; what a row gets does not depend on the others.
+min-p, typical (these mask tokens, each applied to the result of the one before). A filter is
+applied to the rows that use it. Probabilities are float64; what a row gets does not depend on the
+others.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     handles = [engine.submit(ids, max_new_tokens=50) for ids in prompts]
     for piece in handles[0]: …              whoever waits for a piece drives the engine
 
-A step is scheduled (`scheduler.py`), read by a runner (`paged.py`), and its tokens are chosen on the
-device (`device_sampling.py`). The host reads them `lag` steps later: on a GPU the next step is
-launched before the tokens of this one are looked at, and a row found to have ended has had one step
-too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
+A step is scheduled (`scheduler.py`), read by a runner (`paged.py`), and its tokens are chosen on
+the device (`device_sampling.py`). The host reads them `lag` steps later: on a GPU the next step is
+launched before the tokens of this one are looked at, and a row found to have ended has had one
+step too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
 
 The same request gives the same tokens and log-probabilities, bit for bit, whatever else is in the
 batch, however its prompt is cut, and whether its first pages were found or computed: on a CPU
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from scratchlm import acceleration
+from scratchlm.accounting.pool import PAGE_SIZE
+from scratchlm.accounting.pool import num_pages as pool_pages
 from scratchlm.inference.device_sampling import (
     NO_VALID_TOKEN,
     NOTHING,
@@ -100,7 +102,7 @@ class Engine:
         tokenizer: AnyTokenizer | None = None,
         num_pages: int | None = None,
         memory: int | None = None,
-        page_size: int = 64,
+        page_size: int = PAGE_SIZE,
         max_rows: int = 64,
         max_tokens_per_step: int | None = None,
         exact: bool = False,
@@ -359,13 +361,6 @@ class Engine:
         self.pool.forget_all()
 
 
-def bytes_per_page(model: TransformerLM, page_size: int) -> int:
-    """Return the bytes of a page: keys and values of every layer."""
-    config, weight = model.config, model.token_embeddings.weight
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.d_head
-    return page_size * per_token * weight.element_size()
-
-
 def _num_pages(
     model: TransformerLM, num_pages: int | None, memory: int | None, page_size: int
 ) -> int:
@@ -377,11 +372,7 @@ def _num_pages(
             f"got num_pages={num_pages}, memory={memory}"
         )
     if memory is not None:
-        num_pages = memory // bytes_per_page(model, page_size)
-        if num_pages < 1:
-            raise ValueError(
-                f"memory must hold at least one page of {bytes_per_page(model, page_size)} bytes; "
-                f"got memory={memory}"
-            )
+        size = model.token_embeddings.weight.element_size()
+        return pool_pages(model.config, memory, page_size, size)
     assert num_pages is not None
     return num_pages

@@ -58,7 +58,7 @@ def top_k(logits: Logits, k: int | Int[Tensor, "batch 1"], largest_k: int | None
     # arXiv:1805.04833, section 5.4
     vocab_size = logits.shape[-1]
     if isinstance(k, int):
-        k, largest_k = torch.full_like(logits[:, :1], k, dtype=torch.long), k
+        largest_k, k = k, torch.full_like(logits[:, :1], k, dtype=torch.long)
     largest = logits.topk(min(largest_k or vocab_size, vocab_size), dim=-1).values
     count = k.clamp(max=vocab_size).to(logits.dtype)
     return _keep(logits, _top_mask(logits, largest, count))

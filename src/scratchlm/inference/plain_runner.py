@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from scratchlm.model import KVCache, TransformerLM
-from scratchlm.ops import CausalMask
 from scratchlm.paged import LAST, PagedCache, Step
 
 CHUNK_CPU, CHUNK_GPU = 64, 512  # tokens for which reading the weights once more hardly counts
@@ -28,14 +27,7 @@ class _PagedRow(KVCache):
         """Take the row's pages on the device, the last of them also as a number."""
         self.pool, self.pages, self.newest, self.length = cache, pages, newest, length
         self.batch_size, self.capacity = 1, len(pages) * cache.page_size
-
-    @property
-    def reserved_length(self) -> int:
-        return self._next_length
-
-    @property
-    def mask(self) -> CausalMask:
-        return CausalMask(self.length)
+        self._slots = self._real = None
 
     def reserve(self, seq: int, valid: Tensor | None = None) -> None:
         assert valid is None, "a row of pages has no padding"

@@ -23,6 +23,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Take new text and return what may be shown; after a stop string, nothing more."""
+        if not self.strings:
+            return text
         if self.found is not None:
             return ""
         self._held += text

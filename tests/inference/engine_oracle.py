@@ -1,0 +1,80 @@
+"""A runner whose logits are a function of the tokens that lie in a row's pages; and the naive loop.
+
+Every page that is wrong, stale or another's changes the answer. The naive loop knows no engine.
+"""
+
+import hashlib
+
+import torch
+
+from inference import oracle_sampling as oracle
+from scratchlm.inference import Sampling, uniform
+from scratchlm.inference.requests import make_rows
+from scratchlm.inference.scheduler import window_start
+from scratchlm.paged import LAST
+
+
+def logits_after(ids, vocab):
+    """Return random logits, a function of all the tokens."""
+    digest = hashlib.blake2b(str(ids).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(vocab, generator=generator) * 2
+
+
+class HashRunner:
+    """Writes tokens in place of keys, and reads them back from the pages."""
+
+    def __init__(self, model, cache, chunk=None, vocab=None):
+        self.vocab, self.cache = vocab or model.config.vocab_size, cache
+        self.memory = cache.keys[0, :, 0, :, 0]  # (pages, page_size)
+        self.num_tokens, self.steps = 0, []
+        if chunk is not None:
+            self.chunk = chunk
+
+    def run(self, step, tables, last):
+        self.steps.append(step)
+        self.num_tokens += len(step.tokens)
+        at, logits, size = 0, [], self.cache.page_size
+        memory = self.memory
+        for count, start, slot, chooses in zip(
+            step.counts, step.starts, step.slots, step.chooses, strict=True
+        ):
+            tokens = step.tokens[at : at + count]
+            at += count
+            if LAST in tokens:
+                assert tokens == [LAST]
+                tokens = [int(last[slot])]
+            if count > 1 and hasattr(self, "chunk"):
+                assert start % self.chunk == 0, "a piece of a prompt begins at a multiple"
+            table = tables[slot].tolist()
+            for i, token in enumerate(tokens, start):
+                memory[table[i // size], i % size] = token
+            if chooses:
+                pages = memory[table[: -(-(start + count) // size)]].flatten()
+                logits.append(logits_after(pages[: start + count].int().tolist(), self.vocab))
+        return torch.stack(logits) if logits else torch.empty(0, self.vocab)
+
+
+def alone(model, prompt, logits_of=logits_after, num_logprobs=None, **options):
+    """Return what a request gives: token ids, log-probabilities, the finish reason."""
+    config = model.config
+    defaults = {"tokenizer": None, "stop": (), "eos_ids": (), "sampling": Sampling()}
+    [row] = make_rows([prompt], config, **{**defaults, "past_context": "error", **options})
+    seen = oracle.Seen.of([row.ids], config.vocab_size, torch.device("cpu"))
+    found = []
+    while row.finish_reason is None:
+        window = row.ids[window_start(len(row.ids), config.context_length) :]
+        logits = logits_of(window, config.vocab_size)[None]
+        [token] = oracle.sample(logits, row.sampling, [uniform(row.seed, row.step)], seen)
+        seen.add([token])
+        best = None
+        if num_logprobs is not None:
+            table = logits.double().log_softmax(-1)
+            values, ids = table.topk(num_logprobs)
+            best = (
+                table[0, token].item(),
+                tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True)),
+            )
+        row.take(token, None)
+        found.append((token, best))
+    return found, row.finish_reason
