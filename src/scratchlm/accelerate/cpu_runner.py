@@ -9,8 +9,8 @@ others, its prompt read at once or in chunks, its first pages written by another
 any number of threads.
 
 The C++ code reads the model's weights where they lie. Whoever calls asks `unchanged` before a step:
-it is false once a module was hooked or replaced, and the model itself must read the step; and it finds
-weights again that have moved.
+it is false once a module was hooked or replaced, and then the model itself must read the step. It
+also finds weights again that have moved.
 """
 
 from __future__ import annotations
