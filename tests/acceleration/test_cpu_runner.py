@@ -333,24 +333,24 @@ def test_hooked_replaced_and_patched_modules_are_noticed():
     model = build(PLAIN, dtype=torch.float32)
     runner = Pool(model).runner
     attn = model.layers[1].attn
-    assert runner.valid
+    assert runner.unchanged
     hook = attn.v_proj.register_forward_hook(zero)
-    assert not runner.valid
+    assert not runner.unchanged
     hook.remove()
-    assert runner.valid
+    assert runner.unchanged
     attn.v_proj.forward = lambda x: x
-    assert not runner.valid
+    assert not runner.unchanged
     del attn.v_proj.forward
-    assert runner.valid
+    assert runner.unchanged
     model.layers[0].ffn.ops = OPS["fast"].replace(silu=torch.relu)
-    assert not runner.valid
+    assert not runner.unchanged
     model.layers[0].ffn.ops = OPS["fast"]
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert not runner.valid
+    assert not runner.unchanged
     hook.remove()
-    assert runner.valid
+    assert runner.unchanged
     attn.v_proj = copy.deepcopy(attn.v_proj)
-    assert not runner.valid
+    assert not runner.unchanged
 
 
 def test_weights_that_moved_or_changed_are_found():
@@ -365,16 +365,16 @@ def test_weights_that_moved_or_changed_are_found():
 
     with torch.no_grad():
         weight.mul_(2)  # where it lies
-    assert pool.runner.valid
+    assert pool.runner.unchanged
     assert not torch.allclose(pool.read((0, [1, 2, 3], 0)), before)
     weight.data = weight.data * 3  # elsewhere
-    assert pool.runner.valid
+    assert pool.runner.unchanged
     torch.testing.assert_close(pool.read((0, [1, 2, 3], 0)), expected(), atol=1e-5, rtol=1e-5)
     model.layers[0].ln1.weight = torch.nn.Parameter(torch.randn(16))
-    assert pool.runner.valid
+    assert pool.runner.unchanged
     torch.testing.assert_close(pool.read((0, [1, 2, 3], 0)), expected(), atol=1e-5, rtol=1e-5)
     model.double()
-    assert not pool.runner.valid
+    assert not pool.runner.unchanged
 
 
 def test_other_models_are_not_taken():

@@ -1,16 +1,16 @@
 """Steps of many requests on a CPU: every layer in one call of `kernels/cpu/step.cpp`.
 
     runner = CPURunner(model, cache)
-    if runner.valid:
+    if runner.unchanged:
         logits = runner.run(step, tables, last)
 
 Every sum has an order of its own. So the logits of a request are the same to the bit alone or among
 others, its prompt read at once or in chunks, its first pages written by another request or not, on
 any number of threads.
 
-The C++ code reads the model's weights where they lie. Whoever calls asks `valid` before a step: it
-is false once a module was hooked or replaced, and the model itself must read the step; and it finds
-weights again that have moved.
+The C++ code reads the model's weights where they lie. Whoever calls asks `unchanged` before a step:
+it is false once a module was hooked or replaced, and then the model itself must read the step. It
+also finds weights again that have moved.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CPURunner:
         assert library is not None
         self.model, self.cache = model, cache
         self._run_step = library.run_step
-        self._unchanged = Unchanged(model)
+        self._modules_unchanged = Unchanged(model)
         modules: list[Any] = list(model.modules())
         self._dicts = [m._parameters for m in modules] + [m._buffers for m in modules]
         self._logits = torch.empty(0, model.config.vocab_size)
@@ -105,9 +105,9 @@ class CPURunner:
         self._bind()
 
     @property
-    def valid(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether the model's modules are still what this runner stands for."""
-        if not self._unchanged:
+        if not self._modules_unchanged:
             return False
         if all(map(is_, self._tensors(), self._found)) and self._addresses() == self._bound:
             return True

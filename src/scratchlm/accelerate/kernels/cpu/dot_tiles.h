@@ -39,6 +39,15 @@ inline void store(float* to, Vec x, long count) {
     std::memcpy(to, &x, count * sizeof(float));
 }
 
+// Loaded once: compilers would read it again with every product, and reads are what limits them.
+inline void stay_in_register(Vec& x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
+}
+
 // a · b + c, rounded once: never left to the compiler, who might decide differently tile by tile.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
@@ -99,6 +108,7 @@ inline __attribute__((always_inline)) void dot_tile(const float* x, long x_strid
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             Vec a = load(x + r * x_stride + k);
+            stay_in_register(a);
 #pragma GCC unroll 16
             for (int c = 0; c < C; ++c) sum[r * C + c] = fma(a, b[c], sum[r * C + c]);
         }

@@ -80,10 +80,12 @@ inline __attribute__((always_inline)) void add_values(float* out, long width, co
         Vec value[V];
         for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * LANES);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r) {
+            Vec weight = all(weights[r * stride + j]);
+            stay_in_register(weight);
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v)
-                sum[r][v] = fma(all(weights[r * stride + j]), value[v], sum[r][v]);
+            for (int v = 0; v < V; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
+        }
     }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) store(out + r * width + v * LANES, sum[r][v]);

@@ -88,6 +88,8 @@ class Forward {
     long heads_width() const { return m.num_heads * m.d_head; }
     long group() const { return m.num_heads / m.num_kv_heads; }
     long at_once() const { return std::max(1L, QUERIES / group()); }  // tokens of a block
+    // Rows of a power of two would all lie in the same few sets of the cache.
+    static long padded(long width) { return width + 16; }
     long score_stride() const { return round_up(reach, LANES) + 2 * LANES; }
 
     float *x, *x_last, *normed, *qkv, *attn_out, *hidden;  // of all threads
@@ -137,17 +139,18 @@ class Forward {
         double work = (double)count * m.num_layers * m.d_model * (qkv_width() + 2 * m.d_ff) +
                       (double)some * m.vocab * m.d_model;
         if (work < WORTH_SHARING) threads = 1;
-        long widths = 2 * m.d_model + qkv_width() + heads_width() + m.d_ff;
+        long widths = m.d_model + padded(m.d_model) + qkv_width() + padded(heads_width()) +
+                      padded(m.d_ff);
         Memory shared(count * widths + some * m.d_model);
         long room = round_up(room_of_thread(), 16);
         Memory own(threads * room);
         if (shared.at == nullptr || own.at == nullptr) return NO_MEMORY;
         x = shared.at.get();
         normed = x + count * m.d_model;
-        qkv = normed + count * m.d_model;
+        qkv = normed + count * padded(m.d_model);
         attn_out = qkv + count * qkv_width();
-        hidden = attn_out + count * heads_width();
-        x_last = hidden + count * m.d_ff;
+        hidden = attn_out + count * padded(heads_width());
+        x_last = hidden + count * padded(m.d_ff);
         std::vector<Progress> progress(threads > 1 ? 8 * m.num_layers + 3 : 0);
         std::atomic<long> seats{0};
         auto go = [&] {
@@ -230,7 +233,7 @@ class Forward {
     void norm(Phases& phases, const Norm& norm, const float* from, long count) const {
         phases.run(blocks(count, FEW), [&](long u) {
             for_rows(u, count, [&](long r) {
-                apply_norm(m.norm_kind, norm, from + r * m.d_model, normed + r * m.d_model,
+                apply_norm(m.norm_kind, norm, from + r * m.d_model, normed + r * padded(m.d_model),
                            m.d_model);
             });
         });
@@ -291,7 +294,7 @@ class Forward {
               long block, long across, const Mine& mine, Done done) const {
         long first = block * TOKENS, count = std::min(TOKENS, rows - first);
         long columns = std::min(across, width - n);
-        dots(from + first * depth, depth, count, linear.weight + n * depth, depth, columns, depth,
+        dots(from + first * padded(depth), padded(depth), count, linear.weight + n * depth, depth, columns, depth,
              mine.sums, across);
         for (long r = 0; r < count; ++r) done(first + r, n, columns, mine.sums + r * across);
     }
@@ -335,9 +338,9 @@ class Forward {
         long depth = m.d_model, across = columns_at_once(depth);
         product(phases, layer.up, normed, depth, m.d_ff, rows, mine,
                 [&](long r, long n, long columns, const float* sums) {
-                    float* to = hidden + r * m.d_ff + n;
+                    float* to = hidden + r * padded(m.d_ff) + n;
                     if (gated && r % TOKENS == 0)  // the block's first row
-                        dots(normed + r * depth, depth, std::min(TOKENS, rows - r),
+                        dots(normed + r * padded(depth), padded(depth), std::min(TOKENS, rows - r),
                              layer.gate.weight + n * depth, depth, columns, depth, mine.gate_sums,
                              across);
                     const float* gates = mine.gate_sums + r % TOKENS * across;
@@ -388,7 +391,7 @@ class Forward {
                     width};
         attend(pages, mine.queries, sees, rows, mine.scores, score_stride(), mine.outputs);
         for (long r = 0; r < rows; ++r)
-            std::memcpy(attn_out + (block.to + r / heads) * heads_width() + (head + r % heads) * width,
+            std::memcpy(attn_out + (block.to + r / heads) * padded(heads_width()) + (head + r % heads) * width,
                         mine.outputs + r * width, width * sizeof(float));
     }
 };
