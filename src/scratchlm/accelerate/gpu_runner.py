@@ -88,7 +88,7 @@ class GPURunner:
         self._bound: tuple[int, ...] = ()
         self._forward: FlatForward
         self._recorded: dict[tuple[int, int], _Recording]
-        self._pool: Any = None
+        self._pool: Any  # of the graphs' memory
         self._bind()
 
     @property
@@ -101,7 +101,7 @@ class GPURunner:
 
     def _bind(self) -> None:
         """Take note of where weights and pages lie; what was recorded for other places goes."""
-        self._bound, self._recorded = self._addresses(), {}
+        self._bound, self._recorded, self._pool = self._addresses(), {}, None
         self._forward = FlatForward(self.model, self.cache, exact=self.exact)
         config, rows = self.model.config, self.max_rows
         self._logits = torch.empty(
@@ -128,7 +128,9 @@ class GPURunner:
         view = host.numpy()
         view[:count], view[count:rows] = step.slots, 0
         view[rows : rows + count], view[rows + count : 2 * rows] = step.starts, -1
-        view[2 * rows :].reshape(rows, pages)[:count] = tables.numpy()[step.slots, :pages]
+        known = min(pages, tables.shape[1])
+        table = view[2 * rows :].reshape(rows, pages)
+        table[:count, :known] = tables.numpy()[step.slots, :known]
         recording.input.copy_(host, non_blocking=True)
         recording.replay()
         return recording.logits[:count]

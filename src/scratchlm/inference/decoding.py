@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scratchlm.accounting.pool import PAGE_SIZE
 from scratchlm.inference.engine import Engine, MakeRunner
+from scratchlm.inference.kept_engine import engine_of
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row
@@ -169,9 +170,12 @@ def _run(
 def _engine_for(
     model: TransformerLM, rows: Sequence[Row], use_cache: bool, accelerate: bool
 ) -> Engine:
-    """Make an engine that has room for all of these rows at once."""
+    """Return an engine that has room for all of these rows at once."""
     context = model.config.context_length
     lengths = [min(row.num_prompt + row.limit, context) for row in rows]
+    num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
+    if use_cache and accelerate and model.token_embeddings.weight.is_cuda:
+        return engine_of(model, num_pages, len(rows))
     make_runner: MakeRunner | None = None
     if not use_cache:
         make_runner = UncachedRunner
@@ -179,7 +183,7 @@ def _engine_for(
         make_runner = single_row_runner
     return Engine(
         model,
-        num_pages=sum(-(-length // PAGE_SIZE) for length in lengths),
+        num_pages=num_pages,
         page_size=PAGE_SIZE,
         max_rows=len(rows),
         max_tokens_per_step=max(TOKENS_PER_STEP, len(rows)),

@@ -122,6 +122,7 @@ class Engine:
         """
         weight = model.token_embeddings.weight
         self.model, self.tokenizer, self.device = model, tokenizer, weight.device
+        self.max_rows = max_rows
         on_gpu = self.device.type == "cuda"
         num_pages = _num_pages(model, num_pages, memory, page_size)
         self.cache = PagedCache(
