@@ -234,9 +234,9 @@ class FlatForward:
             (count, self.kv_heads, splits),
             *(q, cache.keys[attn.layer], cache.values[attn.layer], out, partial, lse),
             *(tiles.table[0], tiles.table[1], tiles.table[2], tokens.positions, tokens.tables),
-            tokens.tables.stride(0),
+            *(tokens.tables.stride(0), splits, tiles.split_keys),
             *(cache.page_size, self.heads, self.kv_heads, self.d_head, d),
-            *(tiles.block_q, group, block_keys(cache.page_size), tiles.split_keys, splits),
+            *(tiles.block_q, group, block_keys(cache.page_size), splits > 1),
             *(attn.sliding_window or 0, self.d_head**-0.5, 3 if lines <= 16 else 2),
             warps=8 if lines > 64 else 4,
         )
@@ -245,7 +245,7 @@ class FlatForward:
                 self.attention.combine_splits,
                 (count, self.heads),
                 *(partial, lse, out, tiles.table[1]),
-                *(self.heads, self.d_head, d, splits, power_of_two(splits)),
+                *(splits, self.heads, self.d_head, d, power_of_two(splits)),
             )
 
 
