@@ -26,8 +26,8 @@ from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SinusoidalPositions,
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.paged import PagedCache
 
-FULL = 1056  # programs that keep a large GPU busy while some of them wait
-SPLIT_KEYS = 512  # that one program takes of a row's where there are programs enough
+FULL = 4224  # programs that keep a large GPU busy to the end, though rows differ in length
+SPLIT_KEYS = 128, 1024  # that one program takes of a row's, at least and at most
 
 
 class Tiles(NamedTuple):
@@ -107,9 +107,8 @@ class FlatForward:
         if self.exact:
             return Tiles(table, self.block_q)
         programs = table.shape[1] * self.kv_heads
-        keys = SPLIT_KEYS
-        if programs < FULL:
-            keys = max(64, min(SPLIT_KEYS, power_of_two(-(-max_kv_len * programs // FULL))))
+        least, most = SPLIT_KEYS
+        keys = max(least, min(most, power_of_two(-(-max_kv_len * programs // FULL))))
         splits = -(-max_kv_len // keys)
         return Tiles(table, 1, splits, keys) if splits > 1 else Tiles(table, 1)
 

@@ -179,9 +179,9 @@ def choose_token(
         warmth = tl.load(temperature + row)
         if can_choose & (warmth > 0.0):
             k, number = tl.load(top_k + row), tl.load(numbers + row)
-            top, scale = top.to(tl.float64), 1.0 / warmth
+            peak, scale = top.to(tl.float64), 1.0 / warmth
             if k >= VOCAB:
-                token = _draw_from_all(logits, top, scale, number, VOCAB, BLOCK)
+                token = _draw_from_all(logits, peak, scale, number, VOCAB, BLOCK)
             else:
                 of_row, g = scratch + row * GROUPS, tl.arange(0, GROUPS)
                 maxima = tl.max(tl.reshape(best, (BLOCK // GROUPS, GROUPS)), 0)
@@ -207,7 +207,7 @@ def choose_token(
                     tl.store(of_row + at, key, mask=is_candidate)
                 tl.debug_barrier()
                 token = _draw_from_candidates(
-                    *(of_row, k, tl.load(top_p + row), top, scale, number, CANDIDATES, CHUNK)
+                    *(of_row, k, tl.load(top_p + row), peak, scale, number, CANDIDATES, CHUNK)
                 )
                 tl.store(counters + row, 0)
     token = tl.where(can_choose, token, _NOTHING)
