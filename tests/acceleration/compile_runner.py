@@ -6,6 +6,7 @@ compiler rejects. Prints a line per kernel: name, registers that spill.
 
 import re
 import sys
+from typing import ClassVar
 
 import torch
 import triton
@@ -29,7 +30,7 @@ TYPES = {
 class Recorder:
     """Stands in for a kernel: takes note of its launches, and does nothing."""
 
-    launches: dict = {}
+    launches: ClassVar[dict] = {}
 
     def __init__(self, kernel):
         self.kernel = kernel
