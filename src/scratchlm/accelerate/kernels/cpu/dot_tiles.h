@@ -153,11 +153,11 @@ inline void dot_columns(const float* x, long x_stride, long rows, const float* w
     for (; r + R <= rows; r += R, ++tile)  // each tile fetches two of the next rows of w
         dot_tile<R, C, ADD>(x + r * x_stride, x_stride, w, w_stride, count, to + r * stride, stride,
                             w + (C + 2 * tile % C) * w_stride);
-    if constexpr (R > 1)
+    constexpr int LESS = R > 4 ? 4 : R == 3 ? 2 : R / 2;
+    if constexpr (LESS > 0)
         if (r < rows)
-            dot_columns<(R > 4 ? 4 : R == 3 ? 2 : R / 2), C, ADD>(x + r * x_stride, x_stride, rows - r, w,
-                                                     w_stride, count, to + r * stride, stride,
-                                                     tile);
+            dot_columns<LESS, C, ADD>(x + r * x_stride, x_stride, rows - r, w, w_stride, count,
+                                      to + r * stride, stride, tile);
 }
 
 template <bool ADD>
