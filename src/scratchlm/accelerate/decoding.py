@@ -134,7 +134,11 @@ def why_not_gpu(model: TransformerLM) -> str | None:
 
 def why_not_decoder(model: TransformerLM) -> dict[str, str | None]:
     """Return for each decoder why it does not take this model; None where it does."""
-    return {"cpu_decode": why_not_cpu(model), "gpu_decode": why_not_gpu(model)}
+    return {
+        "cpu_decode": why_not_cpu(model),
+        "cpu_runner": why_not_cpu_runner(model),
+        "gpu_decode": why_not_gpu(model),
+    }
 
 
 def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
