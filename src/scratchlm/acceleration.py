@@ -70,6 +70,29 @@ def make_runner(
     return make_runner(model, cache, max_rows=max_rows, exact=exact)
 
 
+MAX_FUSED_K = 128
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    numbers: Tensor | None,
+    slots: Tensor,
+    last: Tensor,
+) -> Tensor | None:
+    """Choose every row's token in one kernel and write it to `last`, where a kernel does that.
+
+    `top_k` is at most `MAX_FUSED_K`, or the vocabulary's size with a `top_p` of 1.
+    """
+    if not launches_for(logits):
+        return None
+    from scratchlm.accelerate.kernels.triton.choose_token import choose_tokens
+
+    return choose_tokens(logits, temperature, top_k, top_p, numbers, slots, last)
+
+
 def join_weights(model: TransformerLM) -> None:
     """Lay weights that multiply one input side by side in memory."""
     if is_available():

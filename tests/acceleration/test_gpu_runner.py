@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+from acceleration.gpu import compiled_lines
 from scratchlm import acceleration
 from scratchlm.accelerate import flat_forward, gpu_decode
 from scratchlm.accelerate.gpu_decode import GPUStep
@@ -136,8 +137,7 @@ def test_a_prompt_in_pieces_beside_decoding_rows_is_the_prompt_alone(family):
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_split_keys_are_combined_to_the_same(family, monkeypatch):
-    monkeypatch.setattr(flat_forward, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(flat_forward, "FULL", 1)
+    monkeypatch.setattr(flat_forward, "SPLIT_KEYS", (16, 16))
     model = make(family)
     pool, all_tokens = Pool(model), texts(6, 39)
     pool.read(*((slot, tokens[:-1], 0) for slot, tokens in enumerate(all_tokens)))
@@ -211,7 +211,7 @@ def test_the_runner_notices_a_hook_and_a_replaced_layer():
 
 
 def test_buckets_hold_what_they_are_for():
-    assert [row_bucket(n, 256) for n in (1, 3, 5, 17, 64, 65, 250)] == [1, 4, 8, 24, 64, 96, 256]
+    assert [row_bucket(n, 256) for n in (1, 3, 5, 17, 64, 65, 250)] == [1, 4, 8, 32, 64, 128, 256]
     assert row_bucket(5, 6) == 6
     assert row_bucket(7, 6) == 7  # more than it was told: still right
     for keys in (1, 256, 257, 1000, 5000):
@@ -229,6 +229,16 @@ def test_pages_that_kernels_cannot_read_and_models_they_do_not_take_are_refused(
         GPUStep(model, PagedCache(model.config, 1, 16), rows=1, max_kv_len=16)
     with pytest.raises(ValueError, match="takes 1 to 4 rows; got 5"):
         GPUStep(make("plain"), PagedCache(config, 1, 16), rows=5, max_kv_len=16)
+
+
+def test_every_kernel_compiles_for_a_hopper_gpu_without_spilling():
+    lines = [line.split() for line in compiled_lines("compile_runner.py", "qwen3")]
+    spilled = {name for name, spills in lines if int(spills)}
+    assert not spilled
+    assert {name for name, _ in lines} == {
+        *("embed", "add_norm", "gate", "norm_rope_write", "paged_attention", "combine_splits"),
+        *("_invariant_linear_kernel", "choose_token"),
+    }
 
 
 @needs_cuda

@@ -257,7 +257,7 @@ def fake_graphs(monkeypatch, learner):
     """
 
     @contextlib.contextmanager
-    def capture(graph):
+    def capture(graph, **options):
         recorded = learner.recorded
         yield
         accumulated = [p.grad for p in recorded.parameters]
@@ -323,7 +323,7 @@ def test_where_recording_fails_one_line_says_so_and_training_goes_on(monkeypatch
     learner, plain = recording_learner(micro, told.append)
 
     @contextlib.contextmanager
-    def fails(graph):
+    def fails(graph, **options):
         yield
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 

@@ -26,8 +26,8 @@ from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SinusoidalPositions,
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.paged import PagedCache
 
-FULL = 1056  # programs that keep a large GPU busy while some of them wait
-SPLIT_KEYS = 512  # that one program takes of a row's where there are programs enough
+FULL = 4224  # programs that keep a large GPU busy to the end, though rows differ in length
+SPLIT_KEYS = 128, 1024  # that one program takes of a row's, at least and at most
 
 
 class Tiles(NamedTuple):
@@ -107,9 +107,8 @@ class FlatForward:
         if self.exact:
             return Tiles(table, self.block_q)
         programs = table.shape[1] * self.kv_heads
-        keys = SPLIT_KEYS
-        if programs < FULL:
-            keys = max(64, min(SPLIT_KEYS, power_of_two(-(-max_kv_len * programs // FULL))))
+        least, most = SPLIT_KEYS
+        keys = max(least, min(most, power_of_two(-(-max_kv_len * programs // FULL))))
         splits = -(-max_kv_len // keys)
         return Tiles(table, 1, splits, keys) if splits > 1 else Tiles(table, 1)
 
@@ -234,9 +233,9 @@ class FlatForward:
             (count, self.kv_heads, splits),
             *(q, cache.keys[attn.layer], cache.values[attn.layer], out, partial, lse),
             *(tiles.table[0], tiles.table[1], tiles.table[2], tokens.positions, tokens.tables),
-            tokens.tables.stride(0),
+            *(tokens.tables.stride(0), splits, tiles.split_keys),
             *(cache.page_size, self.heads, self.kv_heads, self.d_head, d),
-            *(tiles.block_q, group, block_keys(cache.page_size), tiles.split_keys, splits),
+            *(tiles.block_q, group, block_keys(cache.page_size), splits > 1),
             *(attn.sliding_window or 0, self.d_head**-0.5, 3 if lines <= 16 else 2),
             warps=8 if lines > 64 else 4,
         )
@@ -245,7 +244,7 @@ class FlatForward:
                 self.attention.combine_splits,
                 (count, self.heads),
                 *(partial, lse, out, tiles.table[1]),
-                *(self.heads, self.d_head, d, splits, power_of_two(splits)),
+                *(splits, self.heads, self.d_head, d, power_of_two(splits)),
             )
 
 

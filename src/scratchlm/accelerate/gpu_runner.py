@@ -28,7 +28,7 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import MAX_ROWS
 from scratchlm.model import TransformerLM
 from scratchlm.paged import LAST, PagedCache, Step
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then by 32
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # then by 64
 SHORTEST = 256  # keys of the first bucket; each further one has twice as many
 
 
@@ -254,7 +254,7 @@ class GPURunner:
 def row_bucket(rows: int, max_rows: int) -> int:
     """Return how many rows a recording for this many has."""
     fitting = [bucket for bucket in ROW_BUCKETS if bucket >= rows]
-    return min(fitting[0] if fitting else -(-rows // 32) * 32, max(max_rows, rows))
+    return min(fitting[0] if fitting else -(-rows // 64) * 64, max(max_rows, rows))
 
 
 def length_bucket(keys: int, context_length: int) -> int:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from scratchlm import acceleration
 from scratchlm.inference import filters
 from scratchlm.inference.rows import Row
 from scratchlm.inference.sampling import Sampling
@@ -79,6 +80,9 @@ class Settings:
     top_k: Int[Tensor, " rows"]  # the vocabulary's size: all
     top_p: Float[Tensor, " rows"]
     largest_k: int
+    some_fused: bool  # whether one kernel may choose for some rows
+    not_fused: Bool[Tensor, " rows"] | None  # those it does not choose for; None: none
+    fused_k: Int[Tensor, " rows"]  # top-k, or 1 for those
     greedy: Bool[Tensor, " rows"] | None  # rows at temperature 0; None: none
     divisor: Float[Tensor, "rows 1"]  # the temperature, 1 for greedy rows
     bias: tuple[Tensor, Tensor, Tensor] | None  # row, token, what is added
@@ -102,6 +106,7 @@ class Settings:
         ks = [min(s.top_k or vocab_size, vocab_size) for s in samplings]
         is_greedy = all(s.is_plain_greedy for s in samplings)
         drawing = [i for i, greedy in enumerate(zero) if not greedy]
+        others = [not _is_fused(s, vocab_size) for s in samplings]
         return cls(
             is_greedy=is_greedy,
             is_simple=all(s.is_simple for s in samplings),
@@ -110,6 +115,9 @@ class Settings:
             top_k=tensor(ks, torch.int64),
             top_p=tensor([s.top_p for s in samplings]),
             largest_k=max((ks[i] for i in drawing if ks[i] < vocab_size), default=0),
+            some_fused=not all(others),
+            not_fused=tensor(others, torch.bool) if any(others) else None,
+            fused_k=tensor([1 if o else k for o, k in zip(others, ks, strict=True)], torch.int64),
             greedy=tensor(zero, torch.bool) if any(zero) else None,
             divisor=tensor([[t or 1.0] for t in temperatures]),
             bias=_bias(samplings, tensor),
@@ -117,6 +125,15 @@ class Settings:
             uses=_uses(samplings, drawing, vocab_size, tensor),
             logprobs=_wanted_logprobs(choosers, tensor),
         )
+
+
+def _is_fused(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether one kernel may choose by these settings."""
+    if sampling.is_plain_greedy:
+        return True
+    k = min(sampling.top_k or vocab_size, vocab_size)
+    by_k = k <= acceleration.MAX_FUSED_K and k < vocab_size
+    return sampling.is_simple and (by_k or (k == vocab_size and sampling.top_p == 1))
 
 
 class _Maker:
@@ -215,6 +232,32 @@ def _wanted_logprobs(
 
 
 # Choosing
+
+
+def choose_into(
+    last: Int[Tensor, " slots"],
+    slots: Int[Tensor, " rows"],
+    logits: Logits,
+    settings: Settings,
+    numbers: Float[Tensor, " rows"] | None = None,
+) -> Tokens:
+    """Choose every row's token and write it to its slot; by one kernel, where that can be.
+
+    Which of the two ways a row goes depends on its own settings alone.
+    """
+    fused = None
+    if settings.some_fused:
+        p = settings.top_p
+        fused = acceleration.choose_tokens(
+            logits, settings.temperature, settings.fused_k, p, numbers, slots, last
+        )
+    if fused is not None and settings.not_fused is None:
+        return fused
+    tokens = choose(logits, settings, numbers)
+    if fused is not None and settings.not_fused is not None:
+        tokens = torch.where(settings.not_fused, tokens, fused)
+    last.index_copy_(0, slots, tokens.clamp(min=0))
+    return tokens
 
 
 def choose(

@@ -30,7 +30,7 @@ from scratchlm.inference.device_sampling import (
     NO_VALID_TOKEN,
     NOTHING,
     Settings,
-    choose,
+    choose_into,
     logprobs,
     to_device,
 )
@@ -302,8 +302,7 @@ class Engine:
         if settings.draws:
             draws = [uniform(r.row.seed, r.chosen) for r in choosing]
             numbers = to_device(draws, torch.float64, self.device)
-        tokens = choose(logits, settings, numbers)
-        self.last.index_copy_(0, self._slots, tokens.clamp(min=0))
+        tokens = choose_into(self.last, self._slots, logits, settings, numbers)
         if settings.seen is not None:
             settings.seen.add(tokens)
         wanted = logprobs(logits, tokens, settings) if settings.logprobs else []

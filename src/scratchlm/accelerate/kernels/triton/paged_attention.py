@@ -138,6 +138,8 @@ def paged_attention(
     positions,
     tables,
     MAX_PAGES,
+    SPLITS,
+    SPLIT_KEYS,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -146,15 +148,14 @@ def paged_attention(
     BLOCK_Q: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """out (tokens, heads, d) of one tile and one head of keys. Grid: (tiles, KV_HEADS, SPLITS).
 
-    GROUP: query heads to a head of keys, padded. BLOCK_T divides PAGE. With SPLITS > 1 a program
+    GROUP: query heads to a head of keys, padded. BLOCK_T divides PAGE. With IS_SPLIT a program
     takes SPLIT_KEYS keys, BLOCK_Q is 1, and `partial` (tokens, heads, splits, d) and `lse` get the
     results. WINDOW = 0: no sliding window.
     """
@@ -165,7 +166,7 @@ def paged_attention(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
-    if SPLITS > 1:
+    if IS_SPLIT:
         begin = tl.maximum(begin, split * SPLIT_KEYS)
         end = tl.minimum(end, (split + 1) * SPLIT_KEYS)
 
@@ -205,7 +206,7 @@ def paged_attention(
 
     sees = total > 0.0
     result = acc / tl.where(sees, total, 1.0)[:, None]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         tl.store(out + line[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)
     else:
         of_split = line * SPLITS + split
@@ -220,10 +221,10 @@ def combine_splits(
     lse,
     out,
     tile_tokens,
+    SPLITS,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """out[token, head] = Σ softmax(lse)ᵢ partialᵢ. Grid: (tiles, HEADS)."""
