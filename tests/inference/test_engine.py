@@ -125,8 +125,9 @@ def operate_at_random(rng, operations):
     return engine.scheduler
 
 
+@pytest.mark.parametrize("accelerate", [False, True])
 @pytest.mark.parametrize("family", ["tiny", "mistral", "mixtral"])
-def test_the_model_itself_gives_the_same_bits_alone_and_in_any_company(family):
+def test_a_request_has_the_same_bits_alone_and_in_any_company(family, accelerate):
     """Log-probabilities are compared as they are: rounding would show."""
     lm = model() if family == "tiny" else build(FAMILIES[family], dtype=torch.float32)
     vocab, context = lm.config.vocab_size, lm.config.context_length
@@ -139,9 +140,10 @@ def test_the_model_itself_gives_the_same_bits_alone_and_in_any_company(family):
 
     def run(requests, **options):
         options = {"num_pages": 30, "page_size": 4, "max_rows": 4, **options}
-        engine = Engine(lm, accelerate=False, **options)
-        engine.plain.chunk = engine.scheduler.chunk = 4
-        engine.scheduler.unit = 4
+        engine = Engine(lm, accelerate=accelerate, **options)
+        if engine.runner is engine.plain:
+            engine.plain.chunk = engine.scheduler.chunk = 4
+            engine.scheduler.unit = 4
         handles = []
         for prompt, given in requests:
             handles.append(engine.submit(prompt, **given))

@@ -29,7 +29,6 @@ from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row
 from scratchlm.inference.sampling import AS_IS, Sampling
-from scratchlm.inference.single_row import single_row_runner
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
 
@@ -179,8 +178,6 @@ def _engine_for(
     make_runner: MakeRunner | None = None
     if not use_cache:
         make_runner = UncachedRunner
-    elif accelerate and len(rows) == 1:
-        make_runner = single_row_runner
     return Engine(
         model,
         num_pages=num_pages,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _MAX_CONFIG_BYTES = 2**20
 _MAX_INDEX_BYTES = 32 * 2**20
 # What a header may take: a fixed part for its metadata, and a line for every tensor.
 _HEADER_BYTES, _HEADER_BYTES_PER_TENSOR = 2**20, 512
+_READERS = 4  # threads that read at once; each has a few megabytes in flight
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -111,9 +113,18 @@ class HFCheckpoint:
                     f"got {list(state[name].shape)} on {state[name].device}"
                 )
         self._check_tied()
-        with torch.no_grad():
-            for name in self.plan.shapes:
+
+        def fill(name: str) -> None:
+            with torch.no_grad():
                 self._fill(name, state[name].detach(), allow_nonfinite)
+
+        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
+            try:
+                for _ in readers.map(fill, self.plan.shapes):
+                    pass
+            except BaseException:
+                readers.shutdown(cancel_futures=True)
+                raise
 
     def _fill(self, name: str, out: Tensor, allow_nonfinite: bool) -> None:
         if not out.is_contiguous():  # bytes are read into contiguous memory
