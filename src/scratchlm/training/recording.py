@@ -105,8 +105,7 @@ class RecordedBackward:
             # A sum of several is float32, also where one micro-batch's is bfloat16.
             p.grad = torch.zeros_like(p) if self.accumulates and p.grad is not None else None
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: the one that reads batches pins memory.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             self._loss = self.backward(self._batch, self._weight)
         self._gradients = [p.grad for p in self.parameters]
         self._graph = graph
