@@ -231,6 +231,39 @@ def test_where_the_pool_is_full_the_youngest_is_put_back_and_the_oldest_goes_on(
     assert [said(p) for p in second] == alone(model(), [2], max_new_tokens=20, seed=2)[0]
 
 
+def test_what_was_put_back_comes_before_what_waits():
+    engine = make_engine(num_pages=7, max_rows=2)
+    first, second = (engine.submit([i], max_new_tokens=20, seed=i) for i in (1, 2))
+    third = engine.submit([3], max_new_tokens=3, seed=3)  # would fit the slot and the pages
+    while not first.done:
+        engine.step()
+        assert not third._request.chosen
+    assert engine.scheduler.num_put_back >= 1
+    engine.run()
+    check_empty(engine)
+    assert second.done
+    assert third.done
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_no_token_is_computed_after_the_last(lag):
+    engine = make_engine(lag=lag)
+    engine.submit([1, 2, 3], max_new_tokens=14, seed=0).result()
+    assert engine.runner.num_tokens == 3 + 13
+
+
+def test_after_an_end_token_as_many_more_are_computed_as_the_host_lags_behind():
+    for lag in (0, 1, 2):
+        engine = make_engine(lag=lag)
+        tokens = engine.submit([1], max_new_tokens=9, seed=0).result().token_ids
+        before, end = engine.runner.num_tokens, tokens[4]
+        ended = engine.submit([1], max_new_tokens=9, seed=0, eos_ids=[end]).result()
+        assert ended.token_ids == tokens[: tokens.index(end) + 1]
+        assert engine.runner.num_tokens - before == len(ended.token_ids) + lag
+        engine.run()
+        check_empty(engine)
+
+
 # Scheduling
 
 
