@@ -10,6 +10,7 @@ import torch
 from inference.engine_oracle import HashRunner, alone
 from inference.test_sampling import SAMPLINGS
 from inference.tiny import byte_tokenizer, tiny_model
+from scratchlm.accounting.pool import bytes_per_page
 from scratchlm.inference import GREEDY, Engine, Sampling
 from tiny_models import FAMILIES, build
 
@@ -462,7 +463,9 @@ def test_a_request_may_be_text():
 def test_memory_is_the_pool_in_bytes():
     engine = Engine(model(), memory=100_000, page_size=8)
     size = engine.cache.keys.nbytes + engine.cache.values.nbytes
-    assert 100_000 * 0.9 < size <= 100_000
+    page = bytes_per_page(model().config, page_size=8, bytes_per_number=4)
+    assert size == page * engine.pool.num_pages  # as the account predicts
+    assert 100_000 - page < size <= 100_000
 
 
 @pytest.mark.parametrize(
