@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import torch
@@ -134,7 +134,11 @@ def why_not_gpu(model: TransformerLM) -> str | None:
 
 def why_not_decoder(model: TransformerLM) -> dict[str, str | None]:
     """Return for each decoder why it does not take this model; None where it does."""
-    return {"cpu_decode": why_not_cpu(model), "gpu_decode": why_not_gpu(model)}
+    return {
+        "cpu_decode": why_not_cpu(model),
+        "cpu_runner": why_not_cpu_runner(model),
+        "gpu_decode": why_not_gpu(model),
+    }
 
 
 def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
@@ -194,17 +198,17 @@ class Unchanged:
         self._found = self._submodules()
 
     def _op_sets(self) -> list[object]:
-        return [attributes.get("ops") for attributes in self._attributes]
+        return list(map(dict.get, self._attributes, repeat("ops")))
 
     def _submodules(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(children.values() for children in self._children))
+        return list(chain.from_iterable(map(dict.values, self._children)))
 
     def __bool__(self) -> bool:
         return (
             not any(self._hooks)
             and self._submodules() == self._found
-            and not any(["forward" in attributes for attributes in self._attributes])
-            and [type(m) for m in self._modules] == self._classes
+            and not any(map(dict.__contains__, self._attributes, repeat("forward")))
+            and list(map(type, self._modules)) == self._classes
             and self._op_sets() == self._ops
             and not has_global_hooks()
         )

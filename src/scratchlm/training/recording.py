@@ -84,7 +84,10 @@ class RecordedBackward:
         self.failed, self._graph, self._gradients = True, None, []
         for p in self.parameters:
             p.grad = None
-        why = " ".join(str(error).split())[:200]
+        root: BaseException = error
+        while root.__context__ is not None:  # the end of a capture hides what broke it
+            root = root.__context__
+        why = " ".join(str(root).split())[:200]
         self.warn(f"train.cuda_graph: recording failed, steps are launched one by one: {why}")
 
     def _record(self, batch: Batch, weight: Tensor) -> None:

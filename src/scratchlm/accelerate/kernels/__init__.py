@@ -1,6 +1,6 @@
-"""GPU kernels: `triton/` for any recent GPU, `hopper/` (Gluon) for Hopper GPUs only.
+"""Kernels: `triton/` for any recent GPU, `hopper/` (Gluon) for Hopper GPUs, `cpu/` in C++.
 
-They are imported only where they run. Each has its reference in `ops/` and a line in
+They are imported, or compiled, only where they run. Each has its reference in `ops/` and a line in
 docs/speed-log.md with its gain. Tests run the Triton kernels on a CPU in Triton's interpreter.
 Gluon has no interpreter: tests compile those kernels, and use the formulas in their place.
 """

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int ACROSS = 4;                  // rows of w in a tile
-constexpr int DOWN = LANES == 16 ? 6 : 2;  // rows of x in it: as many as registers allow
+constexpr int DOWN = LANES == 16 ? 6 : 3;  // rows of x in it: as many as registers allow
 constexpr int WIDE = 8;                    // rows of w where there are few of x
 constexpr int WIDE_DOWN = LANES == 16 ? 2 : 1;
 constexpr long DEPTH = 1024;  // of k at a time
@@ -39,13 +39,12 @@ inline void store(float* to, Vec x, long count) {
     std::memcpy(to, &x, count * sizeof(float));
 }
 
-// Loaded once: compilers would read it again with every product, and reads are what limits them.
-inline void stay_in_register(Vec& x) {
+// Loaded once: GCC would read it again with every product, and reads are what limits a tile.
+inline __attribute__((always_inline)) Vec in_register(Vec x) {
 #if defined(__x86_64__)
     asm("" : "+v"(x));
-#else
-    (void)x;
 #endif
+    return x;
 }
 
 // a · b + c, rounded once: never left to the compiler, who might decide differently tile by tile.
@@ -91,6 +90,29 @@ inline float lane_sum(Vec x) {
     return lane_sums(all)[0];
 }
 
+// sum[r, c] += x[r] · w[c] for one vector of each row: the fewer stay, the more pass by.
+template <int R, int C>
+inline __attribute__((always_inline)) void add_products(Vec* sum, const float* x, long x_stride,
+                                                        const float* w, long w_stride) {
+    constexpr bool X_STAYS = R <= C;
+    constexpr int STAY = X_STAYS ? R : C, PASS = X_STAYS ? C : R;
+    const float *stays = X_STAYS ? x : w, *passes = X_STAYS ? w : x;
+    long stays_stride = X_STAYS ? x_stride : w_stride, stride = X_STAYS ? w_stride : x_stride;
+    Vec a[STAY];
+#pragma GCC unroll 8
+    for (int i = 0; i < STAY; ++i) a[i] = load(stays + i * stays_stride);
+#pragma GCC unroll 16
+    for (int j = 0; j < PASS; ++j) {
+        Vec b = load(passes + j * stride);
+        if (STAY > 1) b = in_register(b);
+#pragma GCC unroll 8
+        for (int i = 0; i < STAY; ++i) {
+            Vec& to = sum[X_STAYS ? i * C + j : j * C + i];
+            to = fma(a[i], b, to);
+        }
+    }
+}
+
 // R rows of x with C rows of w: to[r · stride + c] = Σ_k, or += with ADD. Fetch `ahead` meanwhile.
 template <int R, int C, bool ADD>
 inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride, const float* w,
@@ -102,16 +124,7 @@ inline __attribute__((always_inline)) void dot_tile(const float* x, long x_strid
     for (; k + LANES <= count; k += LANES) {
         __builtin_prefetch(ahead + k);
         if (C > 1) __builtin_prefetch(ahead + w_stride + k);
-        Vec b[C];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) b[c] = load(w + c * w_stride + k);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            Vec a = load(x + r * x_stride + k);
-            stay_in_register(a);
-#pragma GCC unroll 16
-            for (int c = 0; c < C; ++c) sum[r * C + c] = fma(a, b[c], sum[r * C + c]);
-        }
+        add_products<R, C>(sum, x + k, x_stride, w + k, w_stride);
     }
     if (k < count) {
         for (int r = 0; r < R; ++r) {
@@ -140,11 +153,11 @@ inline void dot_columns(const float* x, long x_stride, long rows, const float* w
     for (; r + R <= rows; r += R, ++tile)  // each tile fetches two of the next rows of w
         dot_tile<R, C, ADD>(x + r * x_stride, x_stride, w, w_stride, count, to + r * stride, stride,
                             w + (C + 2 * tile % C) * w_stride);
-    if constexpr (R > 1)
+    constexpr int LESS = R > 4 ? 4 : R == 3 ? 2 : R / 2;
+    if constexpr (LESS > 0)
         if (r < rows)
-            dot_columns<(R > 4 ? 4 : R / 2), C, ADD>(x + r * x_stride, x_stride, rows - r, w,
-                                                     w_stride, count, to + r * stride, stride,
-                                                     tile);
+            dot_columns<LESS, C, ADD>(x + r * x_stride, x_stride, rows - r, w, w_stride, count,
+                                      to + r * stride, stride, tile);
 }
 
 template <bool ADD>

@@ -81,8 +81,7 @@ inline __attribute__((always_inline)) void add_values(float* out, long width, co
         for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            Vec weight = all(weights[r * stride + j]);
-            stay_in_register(weight);
+            Vec weight = in_register(all(weights[r * stride + j]));
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
         }

@@ -6,51 +6,15 @@
 //
 // A token's numbers do not depend on the tokens beside it: every sum has one order (`dot_tiles.h`,
 // `row_ops.h`, `paged_attention.h`), and threads share out rows and columns, never a sum.
-// `cpu_runner.py` fills the structures.
 
 #include <cstdlib>
 #include <memory>
 
 #include "paged_attention.h"
 #include "phases.h"
+#include "step_structures.h"
 
 namespace {
-
-struct Linear {
-    const float *weight, *bias;  // (out, in); bias may be missing
-};
-
-struct Layer {
-    Norm norm1;
-    Linear q, k, v;
-    Norm q_norm, k_norm;  // without a weight: none
-    Linear out;
-    Norm norm2;
-    Linear up, gate, down;  // without a gate: an MLP
-    float *keys, *values;   // (pages, kv_heads, page_size, d_head)
-    int64_t window;         // 0: all of the past
-};
-
-struct Model {
-    int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
-    int64_t norm_kind, activation, rope;
-    int64_t num_pages, page_size;
-    const float *embeddings, *positions, *cos, *sin;
-    const Layer* layers;
-    Norm norm;
-    Linear head;
-};
-
-struct Step {
-    int64_t rows, num_slots, max_pages, table_stride;
-    const int64_t *tokens, *counts, *starts, *slots;
-    const int8_t* chooses;
-    const int32_t* tables;
-    const int64_t* last;
-    float* logits;
-};
-
-enum Result { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_POSITION, WRONG_SLOT, WRONG_PAGE };
 
 constexpr int64_t LAST = -1;
 constexpr long TOKENS = 64;         // rows of a product at a time
@@ -184,7 +148,8 @@ class Forward {
 
     void forward(Phases phases, const Mine& mine) const {
         long count = (long)tokens.size(), some = (long)chosen.size();
-        phases.run(blocks(count, FEW), [&](long u) { for_rows(u, count, [&](long t) { embed(t); }); });
+        phases.run(blocks(count, FEW),
+                   [&](long u) { for_rows(u, count, [&](long t) { embed(t); }); });
         for (long i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
             bool ends = i + 1 == m.num_layers;  // then only what is chosen goes on
@@ -294,8 +259,8 @@ class Forward {
               long block, long across, const Mine& mine, Done done) const {
         long first = block * TOKENS, count = std::min(TOKENS, rows - first);
         long columns = std::min(across, width - n);
-        dots(from + first * padded(depth), padded(depth), count, linear.weight + n * depth, depth, columns, depth,
-             mine.sums, across);
+        dots(from + first * padded(depth), padded(depth), count, linear.weight + n * depth, depth,
+             columns, depth, mine.sums, across);
         for (long r = 0; r < count; ++r) done(first + r, n, columns, mine.sums + r * across);
     }
 
@@ -390,9 +355,11 @@ class Forward {
                     m.page_size,
                     width};
         attend(pages, mine.queries, sees, rows, mine.scores, score_stride(), mine.outputs);
-        for (long r = 0; r < rows; ++r)
-            std::memcpy(attn_out + (block.to + r / heads) * padded(heads_width()) + (head + r % heads) * width,
-                        mine.outputs + r * width, width * sizeof(float));
+        for (long r = 0; r < rows; ++r) {
+            float* to = attn_out + (block.to + r / heads) * padded(heads_width());
+            std::memcpy(to + (head + r % heads) * width, mine.outputs + r * width,
+                        width * sizeof(float));
+        }
     }
 };
 

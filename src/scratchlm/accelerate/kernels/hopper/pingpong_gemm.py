@@ -23,6 +23,7 @@ Gluon is experimental and has no CPU interpreter: `accelerate/hopper.py` says wh
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -189,11 +190,16 @@ def load_operands(
 # Host side
 
 
+_thread = threading.local()
+
+
 def tma_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe a matrix for TMA, which reads zeros, and drops writes, outside of it."""
     # The descriptor is filled by the driver, which needs a context in this thread: a thread of
     # autograd's gets one with the runtime's first call, and this may be the first.
-    torch.cuda.is_current_stream_capturing()
+    if not hasattr(_thread, "has_context"):
+        torch.cuda.is_current_stream_capturing()
+        _thread.has_context = True
     return TensorDescriptor.from_tensor(matrix, [rows, columns], SHARED_LAYOUT)
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_K = 128  # `acceleration.MAX_FUSED_K`
-_GROUPS, _CANDIDATES, _BLOCK, _CHUNK = 512, 256, 16_384, 32
+_GROUPS, _BLOCK, _CHUNK = 256, 16_384, 64
 _LEAST = tl.constexpr(-(2**63))
 _NOTHING = tl.constexpr(-1)  # in place of a token: there is none to choose
 
@@ -110,32 +110,54 @@ def _mass_of(keys, least, top, scale):
 
 @triton.jit
 def _draw_from_candidates(
-    scratch, k, p, top, scale, number, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr
+    scratch, masses, k, p, top, scale, number, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Invert the CDF, by id, of the candidates within k and p."""
-    keys = tl.load(scratch + tl.arange(0, CANDIDATES), cache_modifier=".cg")
+    """Invert the CDF, by id, of the candidates within k and p; `masses` is memory for theirs."""
+    c = tl.arange(0, CANDIDATES)
+    keys = tl.load(scratch + c, cache_modifier=".cg")
     rank = _count_above(keys, scratch, CANDIDATES, CHUNK)
-    least = tl.max(tl.where(rank == k - 1, keys, _LEAST), 0)
+    mass = tl.exp((_logit_of(keys).to(tl.float64) - top) * scale)
+    mass = tl.where((rank < k) & (keys > _LEAST), mass, 0.0)
+    tl.store(masses + c, mass)
+    tl.debug_barrier()
     before = tl.zeros(keys.shape, tl.float64)  # mass of the tokens ranked higher
     for start in range(0, CANDIDATES, CHUNK):
-        line = tl.load(scratch + start + tl.arange(0, CHUNK), cache_modifier=".cg")
-        mass = _mass_of(line, least, top, scale)
-        before += tl.sum(tl.where(line[None, :] > keys[:, None], mass[None, :], 0.0), 1)
-    total = tl.sum(_mass_of(keys, least, top, scale), 0)
-    in_nucleus = (keys >= least) & ((before < p * total) | (rank == 0))
-    least = tl.min(tl.where(in_nucleus, keys, 0x7FFFFFFFFFFFFFFF), 0)
-    mass = _mass_of(keys, least, top, scale)
+        j = start + tl.arange(0, CHUNK)
+        line = tl.load(scratch + j, cache_modifier=".cg")
+        part = tl.load(masses + j, cache_modifier=".cg")
+        before += tl.sum(tl.where(line[None, :] > keys[:, None], part[None, :], 0.0), 1)
+    mass = tl.where((before < p * tl.sum(mass, 0)) | (rank == 0), mass, 0.0)
+    tl.debug_barrier()
+    tl.store(masses + c, mass)
+    tl.debug_barrier()
     ids = tl.where(mass > 0.0, _id_of(keys), 0x7FFFFFFF)
     cdf = tl.zeros(keys.shape, tl.float64)
     for start in range(0, CANDIDATES, CHUNK):
-        line = tl.load(scratch + start + tl.arange(0, CHUNK), cache_modifier=".cg")
-        part = _mass_of(line, least, top, scale)
-        not_after = _id_of(line)[None, :] <= ids[:, None]
-        cdf += tl.sum(tl.where(not_after, part[None, :], 0.0), 1)
+        j = start + tl.arange(0, CHUNK)
+        line = tl.load(scratch + j, cache_modifier=".cg")
+        part = tl.load(masses + j, cache_modifier=".cg")
+        cdf += tl.sum(tl.where(_id_of(line)[None, :] <= ids[:, None], part[None, :], 0.0), 1)
     is_beyond = (cdf > number * tl.sum(mass, 0)) & (mass > 0.0)
     token = tl.min(tl.where(is_beyond, ids, 0x7FFFFFFF), 0)
     latest = tl.max(tl.where(mass > 0.0, ids, 0), 0)
     return tl.where(token == 0x7FFFFFFF, latest, token).to(tl.int32)
+
+
+@triton.jit
+def _collect(logits, bound, scratch, counter, VOCAB, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Write the keys that are not below the bound, in any order; return how many there are."""
+    tl.store(scratch + tl.arange(0, CANDIDATES), tl.full((CANDIDATES,), _LEAST, tl.int64))
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    for start in range(0, VOCAB, BLOCK):
+        x, i, there = _load(logits, start, VOCAB, BLOCK)
+        key = _key_of(x, i)
+        is_candidate = (key >= bound) & there
+        ones = tl.full((BLOCK,), 1, tl.int32)
+        at = tl.atomic_add(counter + i * 0, ones, mask=is_candidate)
+        tl.store(scratch + at, key, mask=is_candidate & (at < CANDIDATES))
+    tl.debug_barrier()
+    return tl.load(counter, volatile=True)
 
 
 @triton.jit
@@ -149,19 +171,19 @@ def choose_token(
     last,
     tokens,
     scratch,
+    masses,
     counters,
     stride,
     VOCAB,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """tokens[row], last[slots[row]] = the row's next token. Grid: (rows,).
 
-    Temperature 0 is the argmax. k is at most MAX_K, or the vocabulary's size with p = 1. `counters`
-    are zero before and after; `scratch` is (rows, GROUPS) int64, and CANDIDATES at most GROUPS.
+    Temperature 0 is the argmax. k is at most MAX_K, or the vocabulary's size with p = 1. Memory to
+    work in: `scratch` (rows, GROUPS) int64, `masses` the same in float64, `counters` (rows).
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
@@ -189,27 +211,15 @@ def choose_token(
                 tl.debug_barrier()
                 above = _count_above(maxima, of_row, GROUPS, CHUNK)
                 bound = tl.max(tl.where(above == k - 1, maxima, _LEAST), 0)
-                count = 0
-                for start in range(0, VOCAB, BLOCK):
-                    x, i, there = _load(logits, start, VOCAB, BLOCK)
-                    count += tl.sum(((_key_of(x, i) >= bound) & there).to(tl.int32), 0)
-                if count > CANDIDATES:
+                tl.debug_barrier()
+                count = _collect(logits, bound, of_row, counters + row, VOCAB, BLOCK, GROUPS)
+                if count > GROUPS:
                     bound = _kth_largest(logits, k, bound, first, VOCAB, BLOCK)
-                tl.debug_barrier()
-                tl.store(of_row + g, tl.full((GROUPS,), _LEAST, tl.int64))
-                tl.debug_barrier()
-                for start in range(0, VOCAB, BLOCK):
-                    x, i, there = _load(logits, start, VOCAB, BLOCK)
-                    key = _key_of(x, i)
-                    is_candidate = (key >= bound) & there
-                    ones = tl.full((BLOCK,), 1, tl.int32)
-                    at = tl.atomic_add(counters + row + i * 0, ones, mask=is_candidate)
-                    tl.store(of_row + at, key, mask=is_candidate)
-                tl.debug_barrier()
+                    _collect(logits, bound, of_row, counters + row, VOCAB, BLOCK, GROUPS)
                 token = _draw_from_candidates(
-                    *(of_row, k, tl.load(top_p + row), peak, scale, number, CANDIDATES, CHUNK)
+                    *(of_row, masses + row * GROUPS, k, tl.load(top_p + row)),
+                    *(peak, scale, number, GROUPS, CHUNK),
                 )
-                tl.store(counters + row, 0)
     token = tl.where(can_choose, token, _NOTHING)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(last + tl.load(slots + row), tl.maximum(token, 0).to(tl.int64))
@@ -227,15 +237,17 @@ def choose_tokens(
     """Return every row's next token, and write it to `last`; without numbers, the argmax."""
     (rows, vocab_size), device = logits.shape, logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    scratch = counters = None
+    scratch = masses = counters = None
     if numbers is not None:
         scratch = torch.empty(rows, _GROUPS, dtype=torch.int64, device=device)
-        counters = torch.zeros(rows, dtype=torch.int32, device=device)
+        masses = torch.empty(rows, _GROUPS, dtype=torch.float64, device=device)
+        counters = torch.empty(rows, dtype=torch.int32, device=device)
     interpreted = not isinstance(choose_token, triton.JITFunction)  # in tests
     block = min(_BLOCK, max(_GROUPS, triton.next_power_of_2(vocab_size)))
     choose_token[(rows,)](
-        *(logits, temperature, top_k, top_p, numbers, slots, last, tokens, scratch, counters),
-        *(logits.stride(0), vocab_size, block, _GROUPS, _CANDIDATES, _CHUNK, numbers is not None),
-        **({} if interpreted else {"num_warps": 32 if block >= 8192 else 8}),
+        *(logits, temperature, top_k, top_p, numbers, slots, last, tokens),
+        *(scratch, masses, counters, logits.stride(0), vocab_size),
+        *(block, _GROUPS, _CHUNK, numbers is not None),
+        **({} if interpreted else {"num_warps": 16 if block >= 8192 else 8}),
     )
     return tokens

@@ -1,0 +1,45 @@
+// What a step is told: `cpu_runner.py` fills these structures, field by field as they stand here.
+
+#pragma once
+
+#include "row_ops.h"
+
+namespace {
+
+struct Linear {
+    const float *weight, *bias;  // (out, in); bias may be missing
+};
+
+struct Layer {
+    Norm norm1;
+    Linear q, k, v;
+    Norm q_norm, k_norm;  // without a weight: none
+    Linear out;
+    Norm norm2;
+    Linear up, gate, down;  // without a gate: an MLP
+    float *keys, *values;   // (pages, kv_heads, page_size, d_head)
+    int64_t window;         // 0: all of the past
+};
+
+struct Model {
+    int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
+    int64_t norm_kind, activation, rope;
+    int64_t num_pages, page_size;
+    const float *embeddings, *positions, *cos, *sin;
+    const Layer* layers;
+    Norm norm;
+    Linear head;
+};
+
+struct Step {
+    int64_t rows, num_slots, max_pages, table_stride;
+    const int64_t *tokens, *counts, *starts, *slots;
+    const int8_t* chooses;
+    const int32_t* tables;
+    const int64_t* last;
+    float* logits;
+};
+
+enum Result { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_POSITION, WRONG_SLOT, WRONG_PAGE };
+
+}  // namespace
