@@ -41,6 +41,7 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/model.py
 	$(BIN)/python bench/model.py --shape demo
 	$(BIN)/python bench/generate.py
+	$(BIN)/python bench/engine.py --only cpu
 	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/loading.py
@@ -53,6 +54,7 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/optimizer.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/curves.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/decode.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/engine.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
 
 docs: $(STAMP)

@@ -10,6 +10,7 @@ import torch
 from inference.engine_oracle import HashRunner, alone
 from inference.test_sampling import SAMPLINGS
 from inference.tiny import byte_tokenizer, tiny_model
+from scratchlm.accounting.pool import bytes_per_page
 from scratchlm.inference import GREEDY, Engine, Sampling
 from tiny_models import FAMILIES, build
 
@@ -231,6 +232,40 @@ def test_where_the_pool_is_full_the_youngest_is_put_back_and_the_oldest_goes_on(
     assert [said(p) for p in second] == alone(model(), [2], max_new_tokens=20, seed=2)[0]
 
 
+def test_what_was_put_back_comes_before_what_waits():
+    engine = make_engine(num_pages=7, max_rows=2)
+    first, second = (engine.submit([i], max_new_tokens=20, seed=i) for i in (1, 2))
+    third = engine.submit([3], max_new_tokens=3, seed=3)  # would fit the slot and the pages
+    while not first.done:
+        engine.step()
+        assert not third._request.chosen
+    assert engine.scheduler.num_put_back >= 1
+    engine.run()
+    check_empty(engine)
+    assert second.done
+    assert third.done
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_no_token_is_computed_after_the_last(lag):
+    engine = make_engine(lag=lag)
+    engine.submit([1, 2, 3], max_new_tokens=12, seed=0).result()  # ends within a page
+    engine.run()
+    assert engine.runner.num_tokens == 3 + 11
+
+
+def test_after_an_end_token_as_many_more_are_computed_as_the_host_lags_behind():
+    for lag in (0, 1, 2):
+        engine = make_engine(lag=lag)
+        tokens = engine.submit([1], max_new_tokens=9, seed=0).result().token_ids
+        before, end = engine.runner.num_tokens, tokens[4]
+        ended = engine.submit([1], max_new_tokens=9, seed=0, eos_ids=[end]).result()
+        assert ended.token_ids == tokens[: tokens.index(end) + 1]
+        assert engine.runner.num_tokens - before == len(ended.token_ids) + lag
+        engine.run()
+        check_empty(engine)
+
+
 # Scheduling
 
 
@@ -428,7 +463,9 @@ def test_a_request_may_be_text():
 def test_memory_is_the_pool_in_bytes():
     engine = Engine(model(), memory=100_000, page_size=8)
     size = engine.cache.keys.nbytes + engine.cache.values.nbytes
-    assert 100_000 * 0.9 < size <= 100_000
+    page = bytes_per_page(model().config, page_size=8, bytes_per_number=4)
+    assert size == page * engine.pool.num_pages  # as the account predicts
+    assert 100_000 - page < size <= 100_000
 
 
 @pytest.mark.parametrize(

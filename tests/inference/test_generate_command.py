@@ -50,21 +50,21 @@ def test_generate_prints_the_continuation_and_a_seed_repeats_it(run):
     assert call(*options[:-1], "4").stdout != first.stdout
 
 
-def test_no_accelerate_leaves_the_model_plain_and_makes_no_decoder(run, monkeypatch):
+def test_no_accelerate_leaves_the_model_plain_and_makes_no_runner(run, monkeypatch):
     made = []
-    for name in ("accelerate", "make_decoder"):
+    for name in ("accelerate", "make_runner"):
         real = getattr(acceleration, name)
 
-        def recorded(*given, real=real, name=name):
+        def recorded(*given, real=real, name=name, **options):
             made.append(name)
-            return real(*given)
+            return real(*given, **options)
 
         monkeypatch.setattr(acceleration, name, recorded)
     options = ["generate", run, "-p", "ab", "--max-new-tokens", "3", "--seed", "3"]
     assert call(*options, "--no-accelerate").exit_code == 0
     assert made == []
     assert call(*options).exit_code == 0
-    assert made == ["accelerate", "make_decoder"]
+    assert made == ["accelerate", "make_runner"]
 
 
 def test_json_holds_every_sample_with_its_tokens_and_logprobs(run):
