@@ -93,7 +93,7 @@ in_features (any shape) → the same shape""",
         "Tensor",
         """y = x / sqrt(mean(x²) + ε) · g, the mean along the last axis, g the weights.
 
-Compute in float32 where the input is of 16 bits (squares overflow), and return the input's dtype.
+Compute in float32 where the input is of 16 bits, whose squares overflow; return the input's dtype.
 weights (d_model), in_features (…, d_model) → (…, d_model)""",
         f"{_REFERENCE}: rms_norm; arXiv:1910.07467 eq. 4",
     ),
@@ -145,8 +145,8 @@ in_features (…, d_model) → (…, d_model)""",
         """Causal attention of several heads, without positions.
 
 Q, K, V = W_Q x, W_K x, W_V x, each cut into num_heads heads of d_head = d_model / num_heads
-consecutive channels; attention in every head, token s seeing tokens 0 … s; the heads side by side
-again, and W_O of that.
+consecutive channels; attention in every head, token s seeing tokens 0 … s; the heads side by
+side again, and W_O of that.
 weights (d_model, d_model), in_features (…, seq, d_model) → (…, seq, d_model)""",
         "scratchlm.model.attention; arXiv:1706.03762, section 3.2.2",
     ),

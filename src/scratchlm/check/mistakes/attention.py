@@ -168,17 +168,17 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 # Several heads
 
 
-def wrong_heads(rope: bool, **knobs: Any) -> Callable[..., Tensor]:
+def wrong_heads(rotary: bool, **knobs: Any) -> Callable[..., Tensor]:
     """Make multi-head attention with something wrong in it."""
 
     def run(d_model: int, heads: int, *rest: Any) -> Tensor:
         longest, theta, places = 0, 0.0, None
-        if rope:
+        if rotary:
             longest, theta, *rest, places = rest  # type: ignore[assignment]
         *weights, x = rest
         places = torch.arange(x.shape[-2]) if places is None else places
         sizes = d_model, heads, longest, theta
-        return _heads(sizes, weights, x, places if rope else None, knobs)
+        return _heads(sizes, weights, x, places if rotary else None, knobs)
 
     return run
 
@@ -231,8 +231,8 @@ def _cut(y: Tensor, heads: int, knobs: dict[str, Any]) -> Tensor:
 
 
 def _multihead(name: str, hints: tuple[str, str, str], *knobs: dict[str, Any]) -> None:
-    for task, rope in ((ONE, False), (WITH_ROPE, True)):
-        ATTENTION.add(task, name, hints, *(wrong_heads(rope, **one) for one in knobs))
+    for task, rotary in ((ONE, False), (WITH_ROPE, True)):
+        ATTENTION.add(task, name, hints, *(wrong_heads(rotary, **one) for one in knobs))
 
 
 _CAUSAL = "mask = torch.tril(torch.ones(seq, seq, dtype=torch.bool))"
