@@ -98,9 +98,9 @@ def rmsnorm() -> list[Case]:
             name, {"d_model": d, "eps": eps, "weights": gain, "in_features": x}, **options
         )
 
-    large = of("", normal(2, 6, scale=100) + 400, 1e-5).arguments
+    large = of("", normal(2, 6, scale=600), 1e-5).arguments
     return [
-        of("two numbers", torch.tensor([[3.0, 4.0]]).double(), 1e-5),
+        of("three numbers", torch.tensor([[1.0, 2.0, 2.0]]).double(), 1e-5),
         of("rows", normal(2, 3), 1e-5),
         of("small numbers, a large ε", normal(3, 4, scale=0.3), 0.1),
         of("a batch", normal(2, 3, 4), 1e-5),
@@ -152,7 +152,8 @@ def attention() -> list[Case]:
     return [
         of("one query, two keys", (1, 2, 2, 2)),
         of("two queries, three keys", (2, 3, 5, 3)),
-        of("a mask", (2, 4, 5, 3), some),
+        of("a mask", (1, 3, 2, 2), some[:1, :3]),
+        of("a mask for each query", (2, 4, 5, 3), some),
         of("a causal mask, batch and heads", (4, 4, 3, 2), causal, (2, 2)),
         _far("large scores", 3000.0, some),
         _far("scores far below 0", -3000.0, some),
@@ -277,6 +278,7 @@ def language_model() -> list[Case]:
     return [
         of("one layer, one token", 1, torch.tensor([[3]])),
         of("two layers, a batch", 2, torch.tensor([[0, 5, 2, 2], [6, 1, 4, 3]])),
+        of("three layers", 3, torch.tensor([[0, 5, 2]])),
     ]
 
 
@@ -291,7 +293,7 @@ def cross_entropy() -> list[Case]:
         of("one row", normal(1, 2), [1]),
         of("three rows", normal(3, 4), [2, 0, 2]),
         of("a sure and right answer", far, [0], gradients=False),
-        of("a sure and wrong answer", far, [1], gradients=False),
+        of("a sure and wrong answer", far * 0.8 - 800, [1], gradients=False),
         of("large numbers", normal(3, 4) + 1000, [2, 0, 3]),
         of("a batch of sequences", normal(2, 3, 5), [[0, 4, 1], [2, 2, 3]], course=False),
         of("targets of −100", normal(4, 5), [-100, 3, -100, 1], course=False),

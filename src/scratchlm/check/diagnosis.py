@@ -17,7 +17,15 @@ from torch import Tensor
 from scratchlm.check.driving import Case
 from scratchlm.check.loading import Source, read_source
 from scratchlm.check.mistakes import MISTAKES, Mistake, also_right, outcomes_of
-from scratchlm.check.outcomes import LOW, Difference, Outcome, agree, differences, shown
+from scratchlm.check.outcomes import (
+    LOW,
+    MATCHING,
+    Difference,
+    Outcome,
+    agree,
+    differences,
+    shown,
+)
 from scratchlm.check.runner import TIME_LIMIT, Ran, run_file
 from scratchlm.check.tasks import BY_NAME, TASKS, Task, expected
 
@@ -113,8 +121,9 @@ def diagnose(task: Task, got: dict[int, Outcome]) -> Mistake | None:
     known = [
         mistake
         for mistake in MISTAKES.get(task.name, ())
-        if any(_reproduces(form, got) for form in outcomes_of(mistake))
+        if any(_reproduces(form, got, MATCHING) for form in outcomes_of(mistake))
     ]
+    known = [mistake for mistake in known if not mistake.double] or known
     if len({mistake.name for mistake in known}) == 1:
         return known[0]
     unlike = [d for i, o in got.items() for d in differences(_like(o, wanted[i]), wanted[i])]
@@ -124,8 +133,8 @@ def diagnose(task: Task, got: dict[int, Outcome]) -> Mistake | None:
     return None
 
 
-def _reproduces(form: tuple[Outcome, ...], got: dict[int, Outcome]) -> bool:
-    return bool(got) and all(agree(_like(o, form[i]), form[i]) for i, o in got.items())
+def _reproduces(form: tuple[Outcome, ...], got: dict[int, Outcome], times: float = 1.0) -> bool:
+    return bool(got) and all(agree(_like(o, form[i]), form[i], times) for i, o in got.items())
 
 
 def _like(got: Outcome, form: Outcome) -> Outcome:

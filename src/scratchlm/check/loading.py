@@ -31,13 +31,16 @@ class Source:
 
     @property
     def absent(self) -> set[str]:
-        """The functions that the file does not name at all."""
-        named = {
-            name.id if isinstance(name, ast.Name) else getattr(name, "asname", None) or name.name
-            for name in ast.walk(self.tree)
-            if isinstance(name, ast.FunctionDef | ast.alias | ast.Name)
-        }
-        return set(BY_NAME) - named
+        """The functions that the file does not have at all."""
+        named: set[str] = set()
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                named.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                named |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                named |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        return set() if "*" in named else set(BY_NAME) - named
 
     def _functions(self) -> list[ast.FunctionDef]:
         return [node for node in self.tree.body if isinstance(node, ast.FunctionDef)]

@@ -18,6 +18,8 @@ Outcome = dict[str, Any]
 
 TOLERANCE = 2e-5  # of the largest value: a function may compute in float32
 LOW_TOLERANCE = 2e-2  # for 16-bit input
+MATCHING = 10  # times the tolerance, to tell that two wrong functions are the same
+SMALL = 1e-2  # below this, the largest value counts as this
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -34,12 +36,11 @@ def differences(got: Outcome, want: Outcome) -> list[Difference]:
     for kind in ("complaint", "raises"):
         if kind in got:
             return [Difference(kind, got[kind])]
-    found = (difference(name, got.get(name), wanted) for name, wanted in want.items())
+    found = (_difference(name, got.get(name), wanted) for name, wanted in want.items())
     return [one for one in found if one is not None]
 
 
-def difference(name: str, got: Any, want: Any) -> Difference | None:
-    """Say in what one entry differs; None: it does not."""
+def _difference(name: str, got: Any, want: Any) -> Difference | None:
     if isinstance(want, Tensor):
         return _tensor_difference(name, got, want)
     if got == want:
@@ -69,23 +70,31 @@ def _tensor_difference(name: str, got: Any, want: Tensor) -> Difference | None:
     )
 
 
-def wrong_cells(got: Tensor, want: Tensor) -> Tensor:
-    """Mark the cells that are off by more than rounding; non-finite ones must match in kind."""
-    share = LOW_TOLERANCE if want.dtype in LOW else TOLERANCE
+def wrong_cells(got: Tensor, want: Tensor, times: float = 1.0) -> Tensor:
+    """Mark the cells that are off by more than rounding; what is not finite must not be in both."""
+    share = times * (LOW_TOLERANCE if want.dtype in LOW else TOLERANCE)
     got, want = got.double(), want.double()
     finite = want.isfinite()
     scale = want[finite].abs().max().item() if finite.any() else 0.0
-    near = (got - want).abs() <= share * max(scale, 1e-6)
+    near = (got - want).abs() <= share * max(scale, SMALL)
     return ~torch.where(finite, near, ~got.isfinite())
 
 
-def agree(got: Outcome, want: Outcome) -> bool:
+def agree(got: Outcome, want: Outcome, times: float = 1.0) -> bool:
     """Say whether two outcomes are the same: both raise, or all entries agree."""
     if "complaint" in got or "complaint" in want:
         return False
     if "raises" in got or "raises" in want:
         return "raises" in got and "raises" in want
-    return not differences(got, want)
+    return all(_same(got.get(name), wanted, times) for name, wanted in want.items())
+
+
+def _same(got: Any, want: Any, times: float) -> bool:
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return not isinstance(want, Tensor) and not isinstance(got, Tensor) and bool(got == want)
+    if got.shape != want.shape or (want.dtype in LOW and got.dtype != want.dtype):
+        return False
+    return not bool(wrong_cells(got, want, times).any())
 
 
 def _list_difference(got: list[Any], want: list[Any]) -> str:
@@ -107,11 +116,10 @@ def _of_shape(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
 
 
-def shown(value: Any, limit: int = 100) -> str:
+def shown(value: Any, limit: int = 60) -> str:
     """Print a value on one line, cut where it is long."""
     if isinstance(value, Tensor):
-        text = " ".join(str(value.tolist()).split()) if value.numel() <= 24 else _of_shape(value)
-        text = f"{_rounded(value)}" if value.is_floating_point() and value.numel() <= 24 else text
+        text = _rounded(value) if value.numel() <= 12 else _of_shape(value)
     else:
         text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
@@ -119,7 +127,9 @@ def shown(value: Any, limit: int = 100) -> str:
 
 def _rounded(value: Tensor) -> str:
     def short(entry: Any) -> Any:
-        return [short(e) for e in entry] if isinstance(entry, list) else float(f"{entry:.4g}")
+        if isinstance(entry, list):
+            return [short(e) for e in entry]
+        return float(f"{entry:.3g}") if isinstance(entry, float) else entry
 
     return str(short(value.tolist()))
 

@@ -15,6 +15,7 @@ from scratchlm.check.mistakes.table import Table
 from scratchlm.ops import reference
 
 ATTENTION = Table()
+BLIND = "a fully masked row is NaN"
 ONE, WITH_ROPE = "run_multihead_self_attention", "run_multihead_self_attention_with_rope"
 
 
@@ -32,12 +33,13 @@ def wrong_attention(**knobs: Any) -> Callable[..., Tensor]:
             scores = scores.masked_fill(hidden, knobs.get("fill", -math.inf))
         dim = knobs.get("dim", -1)
         if knobs.get("unshifted"):
-            exps = scores.exp()
-            weights = exps / exps.sum(dim, keepdim=True).clamp(min=1e-300)
-        elif knobs.get("nan"):
+            weights = scores.exp() / scores.exp().sum(dim, keepdim=True)
+        elif knobs.get("blind"):
             weights = torch.softmax(scores, dim)
         else:
             weights = reference.softmax(scores, dim)
+        if knobs.get("blind") == "zeroed" and mask is not None:
+            weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
         if hidden is not None and knobs.get("after") == "zeroed":
             weights = weights.masked_fill(hidden, 0.0)
         return (weights @ v).to(dtype)
@@ -46,9 +48,13 @@ def wrong_attention(**knobs: Any) -> Callable[..., Tensor]:
 
 
 def _attention(name: str, hints: tuple[str, str, str], *knobs: dict[str, Any]) -> None:
-    """Enter a mistake, for a learner whose masked-out rows are zeros and one's whose are NaN."""
-    functions = [wrong_attention(**{**one, "nan": nan}) for one in knobs for nan in (False, True)]
-    ATTENTION.add("run_scaled_dot_product_attention", name, hints, *functions)
+    """Enter a mistake, alone and with the other that a query that sees nothing gets NaN."""
+    task = "run_scaled_dot_product_attention"
+    hows = ("zeroed",) if "unshifted" in knobs[0] else ("", "zeroed")  # "": a softmax of zeros
+    alone = [wrong_attention(**one, blind=how) for one in knobs for how in hows]
+    ATTENTION.add(task, name, hints, *alone)
+    both = [wrong_attention(**one, blind="nan") for one in knobs]
+    ATTENTION.add(task, f"{name}; and {BLIND}", hints, *both, double=True)
 
 
 _SCALED = "scores = Q @ K.transpose(-2, -1) / math.sqrt(d_k)"
@@ -138,31 +144,23 @@ ATTENTION.add(
 )
 ATTENTION.add(
     "run_scaled_dot_product_attention",
-    "a fully masked row is NaN",
+    BLIND,
     (
         "What does a query get that may see nothing?",
         "The softmax of −∞ alone is 0/0. Here such a query gets zeros.",
         "weights = torch.nan_to_num(softmax(scores, -1)), or zeros where mask.any(-1) is False",
     ),
-    wrong_attention(nan=True),
+    wrong_attention(blind="nan"),
 )
-ATTENTION.add(
-    "run_scaled_dot_product_attention",
+_attention(
     "the maximum is not subtracted: exp overflows",
     (
         "What is exp of a score of 1000?",
         "The softmax inside attention needs its shift, too.",
         "scores - scores.amax(-1, keepdim=True), or your own run_softmax",
     ),
-    wrong_attention(unshifted=True),
-    lambda q, k, v, mask=None: _naive(q, k, v, mask),
+    {"unshifted": True},
 )
-
-
-def _naive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
-    exps = (scores if mask is None else scores.masked_fill(~mask, -math.inf)).exp()
-    return (exps / exps.sum(-1, keepdim=True) @ v.double()).to(q.dtype)
 
 
 # Several heads
@@ -210,11 +208,11 @@ def _heads(
     seen = torch.ones(seq, seq, dtype=torch.bool)
     seen = knobs.get("mask", lambda m: m.tril())(seen)
     scale = knobs.get("scale", lambda d, d_head: d_head**-0.5)(d_model, d_model // heads)
-    attend = wrong_attention(scale=lambda d, keys: scale, nan=knobs.get("nan", False))
+    attend = wrong_attention(scale=lambda d, keys: scale, blind=knobs.get("blind", ""))
     y = attend(q, k, v, seen)
     if knobs.get("merge") == "reshaped":
         y = y.reshape(*x.shape)
-    elif knobs.get("interleaved"):
+    elif knobs.get("interleaved") == "both":
         y = y.movedim(-3, -1).flatten(-2)
     else:
         y = y.transpose(-3, -2).flatten(-2)
@@ -250,14 +248,14 @@ _multihead(
     "mask off by one: a token does not see itself",
     ("What does token 0 see?", "The diagonal belongs to what is seen.", _CAUSAL),
     {"mask": lambda m: m.tril(-1)},
-    {"mask": lambda m: m.tril(-1), "nan": True},
+    {"mask": lambda m: m.tril(-1), "blind": "nan"},
 )
 _multihead(
     "the mask is upside down: tokens see only the future",
     ("Rows are queries, columns are keys: which half is seen?", "tril, not triu.", _CAUSAL),
     {"mask": lambda m: m.triu()},
     {"mask": lambda m: m.triu(1)},
-    {"mask": lambda m: m.triu(1), "nan": True},
+    {"mask": lambda m: m.triu(1), "blind": "nan"},
 )
 _multihead(
     "scaled by √d_model, not √d_head",
@@ -299,7 +297,8 @@ _multihead(
         "Channels 0 … d_head − 1 are head 0: num_heads comes before d_head.",
         "x.view(…, seq, num_heads, d_head)",
     ),
-    {"interleaved": True},
+    {"interleaved": "both"},
+    {"interleaved": "cut"},
 )
 _multihead(
     "the output projection is missing",

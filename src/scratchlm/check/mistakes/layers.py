@@ -98,6 +98,10 @@ def _normalised(weights: Tensor, dim: int) -> Tensor:
     return weights / weights.sum(dim, keepdim=True)
 
 
+def _over_all(weights: Tensor) -> Tensor:
+    return weights / weights.sum()
+
+
 LAYERS.add(
     "run_softmax",
     "the maximum is not subtracted: exp overflows",
@@ -129,6 +133,7 @@ LAYERS.add(
         ".sum(dim=dim, keepdim=True), not .sum()",
     ),
     lambda x, dim: (x - x.max()).exp() / (x - x.max()).exp().sum(),
+    lambda x, dim: _over_all((x - x.amax(dim, keepdim=True)).exp()),
 )
 LAYERS.add(
     "run_softmax",
@@ -160,7 +165,6 @@ LAYERS.add(
         "weights / weights.sum(dim=dim, keepdim=True)",
     ),
     lambda x, dim: (x - x.amax(dim, keepdim=True)).exp(),
-    lambda x, dim: x.exp(),
 )
 LAYERS.add(
     "run_softmax",
@@ -231,6 +235,8 @@ _silu(
         "in_features * torch.sigmoid(in_features)",
     ),
     lambda x: reference.relu(x),
+    lambda x: x.clamp(min=0),
+    lambda x: torch.maximum(x, torch.zeros_like(x)),
 )
 _silu(
     "tanh instead of σ",
@@ -240,5 +246,4 @@ _silu(
         "in_features * torch.sigmoid(in_features)",
     ),
     lambda x: x * torch.tanh(x),
-    lambda x: torch.tanh(x),
 )

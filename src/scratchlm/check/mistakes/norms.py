@@ -84,11 +84,21 @@ _rms(
             (x - x.mean(-1, keepdim=True)) / (x.var(-1, False, keepdim=True) + eps).sqrt() * g
         )
     ),
+)
+NORMS.add(
+    "run_rmsnorm",
+    "the mean is subtracted (that is LayerNorm), and the variance is the unbiased one",
+    (
+        "Add 1 to all of x: should the result change?",
+        "RMSNorm divides by the root of the mean square, and moves nothing.",
+        "in_features.pow(2).mean(-1, keepdim=True), not in_features.var(-1)",
+    ),
     _wide(
         lambda d, eps, g, x: (
             (x - x.mean(-1, keepdim=True)) / (x.var(-1, True, keepdim=True) + eps).sqrt() * g
         )
     ),
+    double=True,
 )
 _rms(
     "the standard deviation instead of the RMS",

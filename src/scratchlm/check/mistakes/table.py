@@ -19,13 +19,19 @@ class Mistake:
     name: str
     hints: tuple[str, str, str]
     functions: tuple[Callable[..., Any], ...]
+    double: bool = False  # two mistakes that often come together, named as two
 
 
 class Table(dict[str, list[Mistake]]):
     """The known mistakes of some functions, by the function's name."""
 
     def add(
-        self, task: str, name: str, hints: tuple[str, str, str], *functions: Callable[..., Any]
+        self,
+        task: str,
+        name: str,
+        hints: tuple[str, str, str],
+        *functions: Callable[..., Any],
+        double: bool = False,
     ) -> None:
         """Enter one mistake."""
-        self.setdefault(task, []).append(Mistake(task, name, hints, functions))
+        self.setdefault(task, []).append(Mistake(task, name, hints, functions, double))

@@ -188,7 +188,17 @@ _train(
         "vocab[len(vocab)] = token.encode('utf-8')",
     ),
     {"no_specials": True},
-    {"no_specials": True, "more": lambda n: n},
+)
+TEXT.add(
+    "run_train_bpe",
+    "the special tokens are forgotten: not counted, and not in the vocabulary",
+    (
+        "Where are the special tokens in your vocabulary?",
+        "They are part of it, as bytes, and of its size.",
+        "num_merges = vocab_size - 256 - len(special_tokens)",
+    ),
+    wrong_training(no_specials=True, more=lambda n: n),
+    double=True,
 )
 _train(
     "characters are merged, not bytes",

@@ -43,6 +43,13 @@ def _unhandled(logits: Tensor, targets: Tensor) -> Tensor:
     return (reference.log_sum_exp(logits) - chosen).mean()
 
 
+def _over_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    x, t = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    x, t = x[t != -100], t[t != -100]
+    x = x - x.amax(-1, keepdim=True)
+    return _at_target(x.exp().sum(0, keepdim=True).log() - x, t)
+
+
 def _scaled_mean(factor: Callable[[Tensor, Tensor], Any]) -> Callable[..., Tensor]:
     return lambda x, t: _mean(*_losses(x, t)) * factor(x, t)
 
@@ -93,7 +100,17 @@ _entropy(
         "x = inputs - inputs.amax(-1, keepdim=True)",
     ),
     _unshifted,
+)
+TRAINING.add(
+    "run_cross_entropy",
+    "exp overflows without the shift; and the logarithm of a softmax",
+    (
+        "What is exp(1000)? What is log(0)?",
+        "Shift by the maximum, and subtract logarithms instead of dividing.",
+        "x - x.exp().sum(-1, keepdim=True).log(), x = inputs - inputs.amax(-1, keepdim=True)",
+    ),
     lambda x, t: _at_target(-(x.exp() / x.exp().sum(-1, keepdim=True)).log(), t),
+    double=True,
 )
 _entropy(
     "the sign is turned around",
@@ -120,6 +137,7 @@ _entropy(
     "normalised over the rows, not over the vocabulary",
     ("Which axis holds the vocabulary?", "The last one.", ".sum(-1, keepdim=True)"),
     lambda x, t: _at_target(-reference.log_softmax(x, 0), t),
+    _over_rows,
 )
 
 # AdamW
@@ -186,7 +204,8 @@ def _adam_direction(
     m: Tensor, v: Tensor, first: float, second: float, eps: float, knobs: dict[str, Any]
 ) -> Tensor:
     if knobs.get("no_root"):
-        return m / first / (v / second + eps)
+        hat = m * math.sqrt(second) / first / (v + eps)
+        return hat if knobs.get("eps") == "hat" else m / first / (v / second + eps)
     if knobs.get("eps") == "inside":
         return m / first / (v / second + eps).sqrt()
     if knobs.get("eps") == "hat":  # arXiv:1412.6980, end of section 2
@@ -395,11 +414,10 @@ def _limit(norm: Tensor, limit: float) -> Tensor:
 
 def _twice(parameters: Iterable[Any], limit: float) -> None:
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return
+    factor = _limit(_norm(grads), limit)
     for p in parameters:
         if p.grad is not None:
-            p.grad.mul_(_limit(_norm(grads), limit))
+            p.grad.mul_(factor)
 
 
 def _crashes(parameters: Iterable[Any], limit: float) -> None:
