@@ -30,7 +30,9 @@ class Learner:
         """Return the file with some edits, or None where one leaves the other no place."""
         source = self.source
         for _, old, new in edits:
-            for was, now in zip(*((x,) if isinstance(x, str) else x for x in (old, new))):
+            for was, now in zip(
+                *((x,) if isinstance(x, str) else x for x in (old, new)), strict=True
+            ):
                 if was not in source:
                     return None
                 source = source.replace(was, now)
@@ -47,7 +49,11 @@ def run_linear(d_in, d_out, weights, in_features):
     return torch.stack(rows).reshape(*in_features.shape[:-1], d_out)
 """,
         [
-            ("W is not transposed: x W instead of x Wᵀ", "for w in weights]", "for w in weights.T]"),
+            (
+                "W is not transposed: x W instead of x Wᵀ",
+                "for w in weights]",
+                "for w in weights.T]",
+            ),
             (
                 "W is reshaped where it should be transposed",
                 "flat = in",
@@ -68,7 +74,11 @@ def run_embedding(vocab_size, d_model, weights, token_ids):
 """,
         [
             ("ids are off by one", "reshape(-1)", "reshape(-1) - 1"),
-            ("the vectors are scaled by √d_model", "d_model)\n", "d_model) * d_model**.5\n", ),
+            (
+                "the vectors are scaled by √d_model",
+                "d_model)\n",
+                "d_model) * d_model**.5\n",
+            ),
             ("no gradient reaches the table", "@ weights", "@ weights.detach()"),
         ],
     ),
@@ -109,7 +119,11 @@ def run_softmax(in_features, dim):
                 "(in_features - top) - torch.log(torch.sum(e, dim=dim, keepdim=True))",
             ),
         ],
-        {(0, 3), (0, 4), (2, 3)},  # what is not subtracted may be anything; a softmax over all axes has one maximum
+        {
+            (0, 3),
+            (0, 4),
+            (2, 3),
+        },  # what is not subtracted may be anything; a softmax over all axes has one maximum
     ),
     Learner(
         "silu",
@@ -306,7 +320,15 @@ def run_scaled_dot_product_attention(Q, K, V, mask=None):
             ),
             ("the maximum is not subtracted: exp overflows", "scores - top", "scores"),
         ],
-        {(0, 3), (5, 6), (6, 7), (6, 9), (6, 10), (7, 9), (7, 10)},  # no scale, no mask, no −∞: nothing to get wrong twice
+        {
+            (0, 3),
+            (5, 6),
+            (6, 7),
+            (6, 9),
+            (6, 10),
+            (7, 9),
+            (7, 10),
+        },  # no scale, no mask, no −∞: nothing to get wrong twice
     ),
     Learner(
         "swiglu",
@@ -471,12 +493,19 @@ def run_transformer_block(d_model, num_heads, d_ff, max_seq_len, theta, weights,
             ("a residual connection is missing", "y = x + a", "y = a"),
             ("a residual connection is missing", "return y + f", "return f"),
             ("the second residual adds x, not y", "return y + f", "return x + f"),
-            ("feed-forward beside attention, not after it", '"ln2.weight"], y)', '"ln2.weight"], x)'),
+            (
+                "feed-forward beside attention, not after it",
+                '"ln2.weight"], y)',
+                '"ln2.weight"], x)',
+            ),
             ("one norm's weights are used twice", '"ln2.weight"', '"ln1.weight"'),
             ("a norm is missing", 'g = run_rmsnorm(d_model, 1e-5, w["ln2.weight"], y)', "g = y"),
             (
                 "RoPE is missing from attention",
-                ("_with_rope(\n        d_model, num_heads, max_seq_len, theta,", ", torch.arange(x.shape[-2])"),
+                (
+                    "_with_rope(\n        d_model, num_heads, max_seq_len, theta,",
+                    ", torch.arange(x.shape[-2])",
+                ),
                 ("(\n        d_model, num_heads,", ""),
             ),
         ],
@@ -486,11 +515,11 @@ def run_transformer_block(d_model, num_heads, d_ff, max_seq_len, theta, weights,
         "lm",
         """
 def run_transformer_lm(
-    vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, weights, in_indices
+    vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, weights, ids
 ):
-    x = weights["token_embeddings.weight"][in_indices]
+    x = weights["token_embeddings.weight"][ids]
     for i in range(num_layers):
-        own = {k[len(f"layers.{i}."):]: w for k, w in weights.items() if k.startswith(f"layers.{i}.")}
+        own = {k[9:]: w for k, w in weights.items() if k.startswith(f"layers.{i}.")}
         x = run_transformer_block(d_model, num_heads, d_ff, context_length, rope_theta, own, x)
     x = run_rmsnorm(d_model, 1e-5, weights["ln_final.weight"], x)
     logits = torch.einsum("bsd,vd->bsv", x, weights["lm_head.weight"])
@@ -511,7 +540,11 @@ def run_transformer_lm(
             ("a layer is left out", "range(num_layers)", "range(num_layers - 1)"),
             ("the layers run in reverse", "range(num_layers)", "reversed(range(num_layers))"),
             ("the embeddings serve as the head", '"lm_head.weight"', '"token_embeddings.weight"'),
-            ("the embeddings are scaled by √d_model", "[in_indices]", "[in_indices] * d_model**0.5"),
+            (
+                "the embeddings are scaled by √d_model",
+                "[ids]",
+                "[ids] * d_model**0.5",
+            ),
         ],
         {(2, 4)},  # the order of equal layers does not matter
     ),
@@ -543,7 +576,11 @@ def run_cross_entropy(inputs, targets, ignore_index=-100):
                 "",
             ),
             ("the sign is turned around", "loss = -logp", "loss = logp"),
-            ("the logarithm to base 2", "return loss", "loss = loss / math.log(2)\n    return loss"),
+            (
+                "the logarithm to base 2",
+                "return loss",
+                "loss = loss / math.log(2)\n    return loss",
+            ),
             ("divided by the vocabulary, too", "/ len(t)", "/ x.numel()"),
             ("the probability, not its logarithm", "loss = -logp[", "loss = -logp.exp()["),
             (
@@ -586,19 +623,28 @@ def get_adamw_cls():
         [
             ("no bias correction", "lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t)", "lr"),
             ("the step count starts at 0 or 2", 'state.get("t", 0) + 1', 'state.get("t", 1) + 1'),
-            ("all parameters share one step count", "b2 ** t) / (1 - b1 ** t)",
-             "b2 ** self.count) / (1 - b1 ** self.count)"),
+            (
+                "all parameters share one step count",
+                "b2 ** t) / (1 - b1 ** t)",
+                "b2 ** self.count) / (1 - b1 ** self.count)",
+            ),
             (
                 "L2 in the gradient instead of decoupled decay (that is Adam)",
                 ("grad = p.grad.data\n", "p.data -= lr * decay"),
                 ("grad = p.grad.data + decay * p.data\n", "p.data -= 0 * decay"),
             ),
             ("the decay is not multiplied by the learning rate", "lr * decay", "decay"),
-            ("no weight decay", "                p.data -= lr * decay * p.data\n", "", ),
-            ("ε inside the root", '(torch.sqrt(v) + group["eps"])',
-             'torch.sqrt(v + group["eps"] * (1 - b2 ** t))'),
-            ("the root of v is missing",
-             "(torch.sqrt(v) +", "(v +"),
+            (
+                "no weight decay",
+                "                p.data -= lr * decay * p.data\n",
+                "",
+            ),
+            (
+                "ε inside the root",
+                '(torch.sqrt(v) + group["eps"])',
+                'torch.sqrt(v + group["eps"] * (1 - b2 ** t))',
+            ),
+            ("the root of v is missing", "(torch.sqrt(v) +", "(v +"),
             ("the two betas are exchanged", "b1, b2 = group", "b2, b1 = group"),
             ("v averages g, not g²", "grad ** 2", "grad"),
             (
@@ -609,8 +655,11 @@ def get_adamw_cls():
                 v = b2 * state.get("v", 0.0) + grad ** 2""",
             ),
             ("the learning rate of the start is kept", 'lr = group["lr"]', "lr = self.start[0]"),
-            ("the groups' own weight decay is ignored", 'decay = group["weight_decay"]',
-             "decay = self.start[1]"),
+            (
+                "the groups' own weight decay is ignored",
+                'decay = group["weight_decay"]',
+                "decay = self.start[1]",
+            ),
         ],
         {(0, 1), (1, 2), (5, 12)},  # a count or a decay that is not used
     ),
@@ -680,19 +729,28 @@ def run_gradient_clipping(parameters, max_l2_norm):
             ),
             ("gradients below the limit are scaled up", "if norm > max_l2_norm", "if True"),
             ("the root of the norm is missing", "total ** 0.5", "total"),
-            ("the norms are added, not their squares",
-             "float((g.detach() ** 2).sum())\n    norm = total ** 0.5",
-             "float(g.norm())\n    norm = total"),
-            ("the L1 norm or the largest cell",
-             "float((g.detach() ** 2).sum())\n    norm = total ** 0.5",
-             "float(g.abs().sum())\n    norm = total"),
+            (
+                "the norms are added, not their squares",
+                "float((g.detach() ** 2).sum())\n    norm = total ** 0.5",
+                "float(g.norm())\n    norm = total",
+            ),
+            (
+                "the L1 norm or the largest cell",
+                "float((g.detach() ** 2).sum())\n    norm = total ** 0.5",
+                "float(g.abs().sum())\n    norm = total",
+            ),
             ("nothing is changed: the result is a copy", "g *= max", "g = g * max"),
-            ("a parameter without a gradient is an error",
-             "parameters if p.grad is not None]", "parameters]"),
+            (
+                "a parameter without a gradient is an error",
+                "parameters if p.grad is not None]",
+                "parameters]",
+            ),
             (
                 "a generator is used up by the first pass",
                 "    if norm > max_l2_norm:\n        for g in grads:\n",
-                "    if norm > max_l2_norm:\n        for g in [p.grad for p in parameters if p.grad is not None]:\n",
+                """    if norm > max_l2_norm:
+        for g in [p.grad for p in parameters if p.grad is not None]:
+""",
             ),
         ],
         {  # a norm that is taken anew, cells that are clipped anyway, gradients that never change
@@ -793,8 +851,11 @@ def run_train_bpe(input_path, vocab_size, special_tokens):
                 "tuple(bytes([b]) for b in word.encode())",
                 "tuple(c.encode() for c in word)",
             ),
-            ("pairs that occur once are not merged", "if not stats:",
-             "if not stats or max(stats.values()) < 2:"),
+            (
+                "pairs that occur once are not merged",
+                "if not stats:",
+                "if not stats or max(stats.values()) < 2:",
+            ),
         ],
         {(6, 7)},  # a text that was not cut has no pieces to join
     ),
@@ -847,8 +908,11 @@ def get_tokenizer(vocab, merges, special_tokens=None):
         for pair in self.merges:
 """,
             ),
-            ("nothing is merged", "        for pair in self.merges:\n",
-             "        for pair in []:\n"),
+            (
+                "nothing is merged",
+                "        for pair in self.merges:\n",
+                "        for pair in []:\n",
+            ),
             (
                 "the text is not cut into words: merges cross them",
                 "in regex.findall(PATTERN, part)",
@@ -860,8 +924,11 @@ def get_tokenizer(vocab, merges, special_tokens=None):
                 "in part.split()",
             ),
             ("special tokens are encoded as text", "if self.special:", "if False:"),
-            ("special tokens are dropped",
-             "                ids.append(self.back[part.encode()])\n", ""),
+            (
+                "special tokens are dropped",
+                "                ids.append(self.back[part.encode()])\n",
+                "",
+            ),
             ("of two special tokens the shorter one wins", "-len(s)", "len(s)"),
             (
                 "tokens are decoded one by one",
@@ -880,7 +947,15 @@ def get_tokenizer(vocab, merges, special_tokens=None):
                 "+ ts[i + 1]]\n                    break\n",
             ),
         ],
-        {(0, 1), (0, 10), (1, 2), (1, 10), (4, 5), (4, 6), (5, 6)},  # no merges or no special tokens to treat wrongly
+        {
+            (0, 1),
+            (0, 10),
+            (1, 2),
+            (1, 10),
+            (4, 5),
+            (4, 6),
+            (5, 6),
+        },  # no merges or no special tokens to treat wrongly
     ),
 ]
 

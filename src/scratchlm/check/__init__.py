@@ -1,8 +1,8 @@
-"""A learner's own functions: run in a process of their own, compared with the definition, diagnosed.
+"""A learner's own functions, run apart, compared with the definition and diagnosed.
 
-    from scratchlm.check import check_file
-    for verdict in check_file(Path("my_ops.py")):
-        print(verdict.task.short, verdict.state, verdict.mistake)
+from scratchlm.check import check_file
+for verdict in check_file(Path("my_ops.py")):
+    print(verdict.task.short, verdict.state, verdict.mistake)
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ class Reporter:
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
-        sys.stdout = sys.stderr = open(1, "w", encoding="utf-8", closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         self.printed, self.read = printed, os.lseek(printed, 0, os.SEEK_END)
 
     def send(self, **message: Any) -> None:
@@ -137,8 +137,3 @@ def fork(work: Callable[[Reporter], None], output: int) -> tuple[int, int]:
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def names_of(tasks: Iterable[Task]) -> list[str]:
-    """Return the tasks' names."""
-    return [task.name for task in tasks]

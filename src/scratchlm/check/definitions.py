@@ -9,7 +9,7 @@ here but the order of arguments.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from scratchlm.tokenizer.naive import train_bpe_naive
 from scratchlm.training import AdamW, clip_grad_norm, cosine_schedule
 
 EPS = 1e-5  # of the norms in a block and a language model
-Weights = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
 Pair = tuple[bytes, bytes]
 
 
@@ -170,12 +170,13 @@ class Functions:
         """y = x + Attn(Norm(x)); z = y + FFN(Norm(y))."""
         names = [f"attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "output_proj")]
         normed = self.run_rmsnorm(d_model, EPS, weights["ln1.weight"], in_features)
+        q, k, v, o = (weights[name] for name in names)
         y = in_features + self.run_multihead_self_attention_with_rope(
-            *(d_model, num_heads, max_seq_len, theta), *(weights[name] for name in names), normed
+            d_model, num_heads, max_seq_len, theta, q, k, v, o, normed
         )
         normed = self.run_rmsnorm(d_model, EPS, weights["ln2.weight"], y)
-        ffn = (weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3"))
-        return y + self.run_swiglu(d_model, d_ff, *ffn, normed)
+        w1, w2, w3 = (weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3"))
+        return y + self.run_swiglu(d_model, d_ff, w1, w2, w3, normed)
 
     def run_transformer_lm(
         self,
@@ -206,7 +207,7 @@ class Functions:
         """Mean of log Σ exp(logits) − logits[target] over the targets that count."""
         return reference.cross_entropy(inputs, targets, ignore_index=ignore_index)
 
-    def get_adamw_cls(self) -> type[torch.optim.Optimizer]:
+    def get_adamw_cls(self) -> Callable[..., torch.optim.Optimizer]:
         """The class of the optimizer."""
         return AdamW
 

@@ -64,6 +64,7 @@ class Verdict:
     failing: tuple[str, ...] = ()  # the names of all cases that fail
     mistake: Mistake | None = None
     note: str = ""  # what it printed
+    cut: tuple[str, ...] = ()  # the arguments that no gradient reaches
 
     @property
     def example(self) -> str:
@@ -94,9 +95,10 @@ def judge(task: Task, ran: Ran, course: bool = False) -> Verdict:
     wanted = expected(task.name)
     got = {index: _relaxed(outcome, course) for index, outcome in ran.outcomes.items()}
     note = " ".join(ran.printed.split())
+    cut = _cut_off(ran.outcomes.values())
     accepted = (wanted, *also_right(task.name))
     if any(_reproduces(form, got) for form in accepted):
-        return Verdict(task, "right", note=note)
+        return Verdict(task, "right", note=note, cut=cut)
     found = {i: differences(_like(outcome, wanted[i]), wanted[i]) for i, outcome in got.items()}
     failing = [index for index, unlike in found.items() if unlike]
     first = failing[0]
@@ -108,6 +110,7 @@ def judge(task: Task, ran: Ran, course: bool = False) -> Verdict:
         tuple(task.cases[index].name for index in failing),
         diagnose(task, got),
         note,
+        cut,
     )
 
 
@@ -131,6 +134,12 @@ def diagnose(task: Task, got: dict[int, Outcome]) -> Mistake | None:
         cut = all(d.text.startswith("no gradient arrives") for d in unlike)
         return _GRADIENT if cut else None
     return None
+
+
+def _cut_off(outcomes: Iterable[Outcome]) -> tuple[str, ...]:
+    """Name the arguments whose gradient never arrived."""
+    names = (k for o in outcomes for k, v in o.items() if k.startswith("gradient of") and v is None)
+    return tuple(dict.fromkeys(name.removeprefix("gradient of ") for name in names))
 
 
 def _reproduces(form: tuple[Outcome, ...], got: dict[int, Outcome], times: float = 1.0) -> bool:

@@ -182,3 +182,9 @@ def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list):
         return [to_dtype(entry, dtype) for entry in value]
     return value
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Draw float64 numbers of the order of 1, the same every time."""
+    state = torch.Generator().manual_seed(1000 * sum(shape) + seed)
+    return torch.randn(*shape, generator=state, dtype=torch.float64) * scale

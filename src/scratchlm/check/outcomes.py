@@ -65,9 +65,7 @@ def _tensor_difference(name: str, got: Any, want: Tensor) -> Difference | None:
     cell = tuple(wrong.nonzero()[0].tolist())
     at = f"[{', '.join(map(str, cell))}] " if cell else ""
     many = f" ({int(wrong.sum())} of {wrong.numel()} wrong)" if wrong.numel() > 1 else ""
-    return Difference(
-        name, f"{at}got {_number(got[cell])}, expected {_number(want[cell])}{many}"
-    )
+    return Difference(name, f"{at}got {_number(got[cell])}, expected {_number(want[cell])}{many}")
 
 
 def wrong_cells(got: Tensor, want: Tensor, times: float = 1.0) -> Tensor:

@@ -6,6 +6,7 @@ milliseconds. One that hangs or ends itself is replaced, from the next function 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -74,15 +75,10 @@ def _ending(status: int) -> str:
 
 def _kill(pid: int, reaped: bool) -> None:
     """End a process and what it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     if not reaped:
-        try:
-            os.kill(pid, signal.SIGKILL)  # before it had a group of its own
-        except ProcessLookupError:
-            pass
+        os.kill(pid, signal.SIGKILL)  # where it had no group of its own yet
         os.waitpid(pid, 0)
 
 

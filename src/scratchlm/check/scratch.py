@@ -1,9 +1,9 @@
 """What a file may use to be written from scratch, found by reading it; nothing is run.
 
-The CS336 course allows of torch.nn `Parameter`, `Module` and the containers, of torch.optim the base
-class, and of torch.nn.functional nothing. Refused as well are the same functions by another door
-(torch.softmax, x.softmax) and libraries that hold the answers. Files of the same project that are
-imported are read, too.
+The CS336 course allows of torch.nn `Parameter`, `Module` and the containers, of torch.optim the
+base class, and of torch.nn.functional nothing. Refused as well are the same functions by another
+door (torch.softmax, x.softmax) and libraries that hold the answers. Files of the same project that
+are imported are read, too.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import textwrap
 from scratchlm.check.tasks import TASKS, Task
 from scratchlm.tokenizer import PATTERNS
 
-HEAD = '''"""A Transformer language model of my own, from nothing: {count} functions, in teaching order.
+HEAD = '''"""A Transformer language model of my own: {count} functions, in teaching order.
 
 Write any of them, in any order, and see where you stand:
 

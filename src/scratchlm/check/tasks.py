@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from scratchlm.check import driving
@@ -234,7 +234,7 @@ group at every step, and count t for every parameter.""",
         "clipping",
         "parameters: Iterable[torch.nn.Parameter], max_l2_norm: float",
         "None",
-        """Where the norm of all gradients together, √Σ g² over every cell of every gradient, exceeds
+        """Where the norm of all gradients together, √Σ g² over all cells of all gradients, exceeds
 max_l2_norm, multiply every gradient by max_l2_norm / (norm + 1e-6), in place.
 
 `parameters` may be a generator, and some may have no gradient.""",
@@ -262,8 +262,8 @@ The vocabulary: the 256 bytes, the merges, the special tokens.""",
         "vocab: dict[int, bytes], merges: list[tuple[bytes, bytes]],"
         " special_tokens: list[str] | None = None",
         "object",
-        """Return an object with encode(text) → list of ids, encode_iterable(texts) → iterator of ids,
-and decode(ids) → text.
+        """Return an object with encode(text) → list of ids, encode_iterable(texts) → iterator of
+ids, and decode(ids) → text.
 
 Encoding: cut at the special tokens (the longest that fits), each of which is one id; what lies
 between, into words as in training. A word starts as its bytes; while any adjacent pair is a merge,
@@ -286,7 +286,7 @@ def find_task(name: str) -> Task:
     raise ValueError(f"no function is called {name!r}; did you mean {near}?")
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(name: str) -> tuple[Outcome, ...]:
     """Return what the definition gives in every case."""
     task = BY_NAME[name]

@@ -32,17 +32,20 @@ def check(
         list[str] | None,
         typer.Argument(help="Some of them: softmax, attention, …", show_default="all"),
     ] = None,
-    init: Annotated[bool, typer.Option("--init", help="Write FILE, with every function to write.")]
-    = False,
+    init: Annotated[
+        bool, typer.Option("--init", help="Write FILE, with every function to write.")
+    ] = False,
     hint: Annotated[
         int,
-        typer.Option("--hint", count=True, help="Hints: once a nudge, twice a pointer, thrice the line."),
+        typer.Option(
+            "--hint", count=True, help="Hints: once a nudge, twice a pointer, thrice the line."
+        ),
     ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Check again whenever you save.")] = False,
     train: Annotated[
         bool, typer.Option("--train", help="Train with your functions, beside the definitions.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=2, help="With --train: updates to make.")] = 150,
+    steps: Annotated[int, typer.Option(min=2, help="With --train: updates to make.")] = 200,
     out: Annotated[Path, typer.Option(help="With --train: the folder to write.")] = Path(
         "runs/check"
     ),

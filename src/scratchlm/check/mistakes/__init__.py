@@ -1,31 +1,42 @@
-"""Known mistakes, by function: wrong implementations whose numbers a learner's are compared with."""
+"""Known mistakes, by function: wrong implementations."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from scratchlm.check.driving import Complaint
 from scratchlm.check.mistakes.attention import ATTENTION
+from scratchlm.check.mistakes.bpe_encoding import BPE_ENCODING
+from scratchlm.check.mistakes.bpe_training import BPE_TRAINING
 from scratchlm.check.mistakes.layers import LAYERS
+from scratchlm.check.mistakes.loss import LOSS
 from scratchlm.check.mistakes.model import MODEL
 from scratchlm.check.mistakes.norms import NORMS
+from scratchlm.check.mistakes.optimizers import ALSO_RIGHT, OPTIMIZERS
 from scratchlm.check.mistakes.table import Mistake
-from scratchlm.check.mistakes.text import TEXT
-from scratchlm.check.mistakes.training import ALSO_RIGHT, TRAINING
 from scratchlm.check.outcomes import Outcome
 from scratchlm.check.tasks import BY_NAME, Task
 
-MISTAKES: dict[str, list[Mistake]] = {**LAYERS, **NORMS, **ATTENTION, **MODEL, **TRAINING, **TEXT}
+MISTAKES: dict[str, list[Mistake]] = {
+    **LAYERS,
+    **NORMS,
+    **ATTENTION,
+    **MODEL,
+    **LOSS,
+    **OPTIMIZERS,
+    **BPE_TRAINING,
+    **BPE_ENCODING,
+}
 
 
-@lru_cache(maxsize=None)
+@cache
 def outcomes_of(mistake: Mistake) -> tuple[tuple[Outcome, ...], ...]:
     """Return what each spelling of a mistake gives in every case."""
     task = BY_NAME[mistake.task]
     return tuple(_run(task, function) for function in mistake.functions)
 
 
-@lru_cache(maxsize=None)
+@cache
 def also_right(name: str) -> tuple[tuple[Outcome, ...], ...]:
     """Return what other right forms of a function give in every case."""
     task = BY_NAME[name]

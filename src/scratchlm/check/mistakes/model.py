@@ -36,7 +36,7 @@ def wrong_block(**knobs: Any) -> Callable[..., Tensor]:
         def ffn(y: Tensor) -> Tensor:
             return reference.swiglu(y, *(w[f"ffn.{n}.weight"] for n in ("w1", "w2", "w3")))
 
-        steps: Callable[..., Tensor] = knobs["steps"] if "steps" in knobs else _pre_norm
+        steps: Callable[..., Tensor] = knobs.get("steps", _pre_norm)
         return steps(x, norm, attention, ffn)
 
     return block
