@@ -127,7 +127,7 @@ def _rounded(value: Tensor) -> str:
     def short(entry: Any) -> Any:
         if isinstance(entry, list):
             return [short(e) for e in entry]
-        return float(f"{entry:.3g}") if isinstance(entry, float) else entry
+        return float(f"{entry:.4g}") if isinstance(entry, float) else entry
 
     return str(short(value.tolist()))
 

@@ -21,7 +21,7 @@ Write any of them, in any order, and see where you stand:
 A function that is not written yet, or is wrong still, is borrowed from the definition by the
 others: `run_swiglu` may call `run_silu` before you have written that. … stands for any number of
 leading (batch) dimensions. A result has the dtype of the input. Inputs must not be changed, and
-gradients must reach every input: no .data, no detach().
+gradients must reach all of them: work on the arguments themselves, not on copies (.data, detach).
 
 To write everything from scratch, as the course has it, use tensors and nn.Parameter, nn.Module and
 torch.optim.Optimizer (the base classes), and nothing else of torch.nn, torch.nn.functional or

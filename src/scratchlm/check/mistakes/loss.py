@@ -169,12 +169,8 @@ _COSINE = "min + 0.5 * (1 + math.cos(math.pi * p)) * (max - min)"
 _rate(
     "the warm-up counts from 1",
     ("What is the rate at step 0?", "0: the line starts there.", "max * it / warmup"),
-    lambda it, high, low, w, c: _schedule(warm=lambda i, n: high * (i + 1) / n)(
-        it, high, low, w, c
-    ),
-    lambda it, high, low, w, c: _schedule(warm=lambda i, n: high * (i + 1) / (n + 1))(
-        it, high, low, w, c
-    ),
+    _schedule(warm=lambda high, it, w: high * (it + 1) / w),
+    _schedule(warm=lambda high, it, w: high * (it + 1) / (w + 1)),
 )
 _rate(
     "no warm-up",
