@@ -4,7 +4,10 @@ None of them may raise an alarm. Each entry is a task and a file that holds its 
 """
 
 RIGHT = [
-    ("linear", "def run_linear(d_in, d_out, weights, in_features):\n    return in_features @ weights.T"),
+    (
+        "linear",
+        "def run_linear(d_in, d_out, weights, in_features):\n    return in_features @ weights.T",
+    ),
     (
         "linear",
         "def run_linear(a, b, weights, x):\n    return torch.nn.functional.linear(x, weights)",
@@ -70,7 +73,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
     def forward(self, x, gain):
         wide = x.to(torch.float32)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * gain
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * gain
 def run_rmsnorm(d_model, eps, weights, in_features):
     return RMSNorm(eps)(in_features, weights)
 """,
@@ -81,7 +85,8 @@ def run_rmsnorm(d_model, eps, weights, in_features):
 def run_rope(d_k, theta, max_seq_len, x, token_positions):
     angle = token_positions[..., None] * theta ** (-torch.arange(0, d_k, 2).double() / d_k)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2).to(x.dtype)
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 """,
     ),
     (

@@ -1,32 +1,17 @@
 """docs/learn.md, walked from nothing to a trained model: what it shows is what is printed."""
 
 import ast
-import contextlib
-import io
 import math
 import re
 import shlex
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from scratchlm.cli import main
+from check.command import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "learn.md"
 BLOCK = re.compile(r"```(python|sh|text)\n(.*?)```", re.S)
-
-
-def run(line):
-    """Run one command of the page in this process; return what it printed."""
-    out = io.StringIO()
-    with mock.patch.object(sys, "argv", shlex.split(line)), contextlib.redirect_stdout(out):
-        try:
-            main()
-        except SystemExit as ended:
-            assert ended.code in (0, 1, None), line
-    return out.getvalue()
 
 
 def put(file, code):
@@ -51,7 +36,8 @@ def walk(page):
         if kind == "python":
             put(Path("my_ops.py"), text)
         elif kind == "sh":
-            said = (text.strip(), "".join(map(run, text.strip().splitlines())))
+            lines = text.strip().splitlines()
+            said = text.strip(), "".join(run(*shlex.split(line)[1:]).stdout for line in lines)
         else:
             yield said[0], text, said[1]
 

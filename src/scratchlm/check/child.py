@@ -7,8 +7,10 @@ reported is JSON (`outcomes.pack`), written to a pipe.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
+import resource
 import sys
 import traceback
 import warnings
@@ -130,6 +132,8 @@ def fork(work: Callable[[Reporter], None], output: int) -> tuple[int, int]:
     status = 1
     try:
         os.setsid()
+        faulthandler.disable()  # a crash is one line
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.close(reading)
         work(Reporter(writing, output))
         status = 0
