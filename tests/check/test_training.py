@@ -122,6 +122,9 @@ def test_a_wrong_file_is_trained_and_the_step_is_named(solution, tmp_path):  # n
     record = json.loads((out / "curves.json").read_text())
     assert record["definitions"][0] == record["yours"][0]
     assert record["definitions"][1] != record["yours"][1]
+    again = run("check", solution, "--train", "--steps", 2, "--out", out)  # takes its place
+    assert again.status == 1
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_a_run_that_fails_names_its_step(solution, tmp_path):  # noqa: F811

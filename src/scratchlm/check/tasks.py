@@ -93,7 +93,7 @@ in_features (any shape) → the same shape""",
         "Tensor",
         """y = x / sqrt(mean(x²) + ε) · g, the mean along the last axis, g the weights.
 
-Compute in float32 where the input is of 16 bits, whose squares overflow; return the input's dtype.
+Squares of 16-bit input overflow: compute in float32 there, and return the input's dtype.
 weights (d_model), in_features (…, d_model) → (…, d_model)""",
         f"{_REFERENCE}: rms_norm; arXiv:1910.07467 eq. 4",
     ),
@@ -210,8 +210,8 @@ inputs (…, vocab), targets (…) of int64 → a tensor of one number""",
     m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²            0 at the start
     θ ← θ − lr · m̂ / (√v̂ + ε),  m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ),  t = 1, 2, …
 
-for every parameter that has a gradient. Read lr, betas, eps and weight_decay from the parameter's
-group at every step, and count t for every parameter.""",
+for every parameter that has a gradient. Read lr, betas, eps and weight_decay from its group at
+every step, and count t for every parameter.""",
         "scratchlm.training.optimizers; arXiv:1711.05101, algorithm 2",
         driving.drive_optimizer,
     ),
@@ -248,10 +248,10 @@ max_l2_norm, multiply every gradient by max_l2_norm / (norm + 1e-6), in place.
         "tuple[dict[int, bytes], list[tuple[bytes, bytes]]]",
         """Learn byte-level BPE from a file: the vocabulary, and the merges in the order learnt.
 
-Cut the text at the special tokens, and what lies between into words by `PATTERN` (above; findall
-of the package `regex`). A word is a sequence of single bytes at first. Count all adjacent pairs
-within words; merge the most frequent pair everywhere, from the left; of pairs equally frequent,
-the greater one (`max` of the tuples of bytes). Stop at vocab_size, or when no pair is left.
+Cut the text at the special tokens, and what lies between into words by `PATTERN` (above). A word
+is a sequence of single bytes at first. Count all adjacent pairs within words; merge the most
+frequent pair everywhere, from the left; of pairs equally frequent, the greater one (`max` of the
+tuples of bytes). Stop at vocab_size, or when no pair is left.
 The vocabulary: the 256 bytes, the merges, the special tokens.""",
         "scratchlm.tokenizer.naive; arXiv:1508.07909",
         driving.drive_bpe_training,
@@ -266,8 +266,8 @@ The vocabulary: the 256 bytes, the merges, the special tokens.""",
 ids, and decode(ids) → text.
 
 Encoding: cut at the special tokens (the longest that fits), each of which is one id; what lies
-between, into words as in training. A word starts as its bytes; while any adjacent pair is a merge,
-merge the one that was learnt first (of equal ones the leftmost).
+between, into words as in training. A word starts as its bytes; while any adjacent pair is a
+merge, merge the one that was learnt first (of equal ones the leftmost).
 Decoding: join all bytes, then decode UTF-8 with errors="replace".""",
         "scratchlm.tokenizer.naive",
         driving.drive_tokenizer,

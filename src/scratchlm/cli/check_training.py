@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,9 @@ from scratchlm.errors import ScratchLMError
 if TYPE_CHECKING:
     from scratchlm.check import Verdict
     from scratchlm.check.training import FirstDifference, Job, Step
-    from scratchlm.cli.demo.corpus import World
     from scratchlm.model import TransformerLM
+    from scratchlm.tokenizer import Tokenizer
+    from scratchlm.training import Plan
 
 SENTENCES = 4_000  # of the demo's stories
 PROMPT = "The cat sat on the"
@@ -56,14 +59,39 @@ def train_both(
     return 0 if first is None or (right and _is_rounding(first)) else 1
 
 
+@dataclass(frozen=True)
+class World:
+    """The demo's stories, a few of them: how to train, and the loss no model can beat."""
+
+    out: Path
+    plan: Plan
+    tokenizer: Tokenizer
+    floor: float
+
+
 def _world(out: Path, steps: int) -> World:
-    from scratchlm.cli.demo.corpus import DemoArgs, make_world
+    from scratchlm.cli.demo.corpus import (
+        SOURCE,
+        DemoArgs,
+        entropy_floor,
+        new_plan,
+        read_stories,
+    )
+    from scratchlm.tokenizer import Tokenizer, load_tokenizer
     from scratchlm.training import has_run
 
-    if has_run(out) or (out / "checkpoints").exists():
-        raise ScratchLMError(f"{out} holds a run already; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    return make_world(DemoArgs(out, 0, steps, SENTENCES), lambda _: None)
+    if (out / "curves.json").is_file():  # of an earlier check
+        for name in ("checkpoints", "data"):
+            shutil.rmtree(out / name, ignore_errors=True)
+    elif has_run(out) or (out / "checkpoints").exists():
+        raise ScratchLMError(f"{out} holds another run; choose another --out")
+    plan = new_plan(DemoArgs(out, 0, steps, SENTENCES), lambda _: None)
+    assert plan.data.tokenizer is not None
+    assert plan.data.val is not None
+    tokenizer = load_tokenizer(plan.data.tokenizer)
+    assert isinstance(tokenizer, Tokenizer)
+    floor = entropy_floor(SOURCE, tokenizer, read_stories(plan.data.val, tokenizer))
+    return World(out, plan, tokenizer, floor)
 
 
 def _job(path: Path, world: World, verdicts: list[Verdict], course: bool) -> Job:
