@@ -248,10 +248,10 @@ max_l2_norm, multiply every gradient by max_l2_norm / (norm + 1e-6), in place.
         "tuple[dict[int, bytes], list[tuple[bytes, bytes]]]",
         """Learn byte-level BPE from a file: the vocabulary, and the merges in the order learnt.
 
-Cut the text at the special tokens, and what lies between into words by `PATTERN` (above). A word
-is a sequence of single bytes at first. Count all adjacent pairs within words; merge the most
-frequent pair everywhere, from the left; of pairs equally frequent, the greater one (`max` of the
-tuples of bytes). Stop at vocab_size, or when no pair is left.
+Cut the text at the special tokens, and what lies between into words by `PATTERN` (above). A
+word is a sequence of single bytes at first. Count all adjacent pairs within words; merge the
+most frequent pair everywhere, from the left; of pairs equally frequent, the greater one (`max`
+of the tuples of bytes). Stop at vocab_size, or when no pair is left.
 The vocabulary: the 256 bytes, the merges, the special tokens.""",
         "scratchlm.tokenizer.naive; arXiv:1508.07909",
         driving.drive_bpe_training,
