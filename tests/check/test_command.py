@@ -74,6 +74,7 @@ def test_exit_status_is_0_only_when_all_that_is_asked_for_is_right(tmp_path):
         (["check", "here.py", "softmux"], "did you mean softmax"),
         (["check", "here.py", "--adapters", "here.py"], "not both"),
         (["check", "broken.py"], "broken.py:1:"),
+        (["check", "here.py", "--train", "--json"], "--train and --json cannot"),
         (["check", "here.py", "--train"], "nothing is written yet"),
     ],
 )

@@ -108,6 +108,16 @@ def run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3_weight, in_features):
     assert [linear.state, silu.state, swiglu.state] == ["missing", "missing", "right"]
 
 
+def test_functions_may_come_from_another_file(check, tmp_path):
+    (tmp_path / "layers.py").write_text(
+        "def run_linear(a, b, w, x):\n    return x @ w.T\n"
+        "def run_silu(in_features):\n    raise NotImplementedError\n"
+    )
+    linear, silu, softmax = check("from layers import *\n", "linear", "silu", "softmax")
+    assert [linear.state, softmax.state] == ["right", "missing"]
+    assert silu.first.text == "is not written yet (NotImplementedError)"
+
+
 def test_a_copied_weight_is_told(check):
     source = """
 def run_linear(d_in, d_out, weights, in_features):

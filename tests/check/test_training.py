@@ -80,8 +80,8 @@ def test_every_function_is_used_in_training():
             "gradient norm",
         ),
         ({"run_get_lr_cosine_schedule": lambda it, high, *_: high}, 1, "learning rate"),
-        ({"get_adamw_cls": lambda: torch.optim.Adam}, 1, "weights"),
-        ({"run_gradient_clipping": lambda parameters, limit: None}, 1, "weights"),
+        ({"get_adamw_cls": lambda: torch.optim.Adam}, 1, "sum of weights"),
+        ({"run_gradient_clipping": lambda parameters, limit: None}, 1, "sum of weights"),
         (
             {
                 "run_get_lr_cosine_schedule": lambda it, *a: (
@@ -117,7 +117,7 @@ def test_a_wrong_file_is_trained_and_the_step_is_named(solution, tmp_path):  # n
     out = tmp_path / "run"
     found = run("check", solution, "--train", "--steps", 3, "--out", out)
     assert found.status == 1
-    assert "the runs part at step 1: the weights is" in found.stdout
+    assert "the runs part at step 1: the sum of weights is" in found.stdout
     assert "look at clipping or AdamW" in found.stdout
     record = json.loads((out / "curves.json").read_text())
     assert record["definitions"][0] == record["yours"][0]

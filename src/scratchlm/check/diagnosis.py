@@ -183,7 +183,9 @@ def check_file(
     names = [task.name for task in tasks if task.name not in missing]
     ran = run_file(path, names, borrowed=wrong - set(names), course=course, limit=limit)
     return [
-        Verdict(task, "missing") if task.name in missing else judge(task, ran[task.name], course)
+        judge(task, ran[task.name], course)
+        if task.name in ran and ran[task.name].outcomes
+        else Verdict(task, "missing")
         for task in tasks
     ]
 

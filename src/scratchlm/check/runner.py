@@ -13,7 +13,7 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class ChildEnded(Exception):
 
 def messages(
     work: Callable[[Reporter], None], limit: float, printed: int
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Yield what a forked process reports; one that is silent for too long is killed."""
     pid, pipe = fork(work, printed)
     reaped = False
@@ -100,26 +100,41 @@ def run_file(
     with tempfile.TemporaryFile() as output:
         while left := [name for name in names if name not in ended]:
             wrong = set(borrowed) | ended
-
-            def work(report: Reporter, left: list[str] = left, wrong: set[str] = wrong) -> None:
-                run_child(report, path, left, wrong, course)
-
-            at: list[Any] | None = None
-            try:
-                for message in messages(work, limit, output.fileno()):
-                    at = message.get("begin", at)
-                    if "failed" in message:
-                        raise ScratchLMError(f"{path} {message['failed']}")
-                    if "end" in message:
-                        name, index = message["end"]
-                        ran[name].outcomes[index] = unpack(message["outcome"])
-                    if "done" in message:
-                        ran[message["done"]].printed = message["printed"]
-                        ended.add(message["done"])
-            except ChildEnded as how:
-                if at is None:
-                    raise ScratchLMError(f"{path} does not load: it {how}") from None
-                name, index = at
-                ran[name].outcomes[index] = {"complaint": str(how)}
-                ended.add(name)
+            ended |= _run_once(path, left, wrong, ran, course, limit, output.fileno())
     return ran
+
+
+def _run_once(
+    path: Path,
+    names: list[str],
+    borrowed: set[str],
+    ran: dict[str, Ran],
+    course: bool,
+    limit: float,
+    output: int,
+) -> set[str]:
+    """Run functions in one process until it ends; return those that are done with."""
+    ended: set[str] = set()
+    at: list[Any] | None = None
+
+    def work(report: Reporter) -> None:
+        run_child(report, path, names, borrowed, course)
+
+    try:
+        for message in messages(work, limit, output):
+            at = message.get("begin", at)
+            if "failed" in message:
+                raise ScratchLMError(f"{path} {message['failed']}")
+            if "end" in message:
+                name, index = message["end"]
+                ran[name].outcomes[index] = unpack(message["outcome"])
+            if "done" in message:
+                ran[message["done"]].printed = message["printed"]
+                ended.add(message["done"])
+    except ChildEnded as how:
+        if at is None:
+            raise ScratchLMError(f"{path} does not load: it {how}") from None
+        name, index = at
+        ran[name].outcomes[index] = {"complaint": str(how)}
+        return {*ended, name}
+    return set(names)  # those without an outcome are not in the file

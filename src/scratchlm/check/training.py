@@ -32,12 +32,12 @@ from scratchlm.training import Learner, TrainConfig, build_model, take_step
 from scratchlm.training.optimizers import global_norm
 from scratchlm.training.schedules import schedule_of
 
-QUANTITIES = ("loss", "gradient norm", "learning rate", "weights")
+QUANTITIES = ("loss", "gradient norm", "learning rate", "sum of weights")
 WHERE = {  # what to look at, where a quantity is the first to differ
     "loss": "forward or loss",
     "gradient norm": "the backward pass",
     "learning rate": "the schedule",
-    "weights": "clipping or AdamW",
+    "sum of weights": "clipping or AdamW",
 }
 BATCH_SIZE = 16  # two runs, as formulas, on one core each
 ROUNDING = 1e-4  # a relative difference that another order of sums can make
@@ -238,6 +238,10 @@ class SideBySide:
             yield step, Step(*self._next()["step"])
         for _ in self._theirs:  # until its weights are written
             pass
+
+    def close(self) -> None:
+        """End the learner's process."""
+        self._theirs.close()
 
     def _next(self) -> dict[str, Any]:
         where = f"{self.job.path}: step {self.number}" if self.number else f"{self.job.path}:"

@@ -65,6 +65,7 @@ def check(
     mistake that gives your very numbers. Your file runs in a process of its own. Exit status 0:
     everything asked for is right; 1: something is wrong or not written yet.
     """
+    _refuse_together(watch=watch, train=train, json=as_json, init=init)
     path = _path(file, adapters, init)
     if init:
         _write_stubs(path)
@@ -82,7 +83,7 @@ def check(
         for line in checker.watch():
             typer.echo(line)
     verdicts, refused = checker.check()
-    if as_json and not train:
+    if as_json:
         typer.echo(json.dumps(checker.as_json(verdicts, refused), indent=2, ensure_ascii=False))
     elif not train:
         for line in checker.lines(verdicts, refused):
@@ -94,6 +95,13 @@ def check(
         status = train_both(checker.path, verdicts, steps, out, adapters is not None, time_limit)
     if status:
         raise typer.Exit(status)
+
+
+def _refuse_together(**chosen: bool) -> None:
+    """Refuse two options that each say what to do."""
+    given = [f"--{name}" for name, wanted in chosen.items() if wanted]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} cannot be used together")
 
 
 def _path(file: Path | None, adapters: Path | None, init: bool) -> Path:

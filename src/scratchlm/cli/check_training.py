@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -43,13 +44,14 @@ def train_both(
     yours: list[Step] = []
     with tempfile.TemporaryFile() as printed:
         pair = SideBySide(job, limit * TOKENIZER_LIMIT, printed.fileno(), weights_file)
-        _say_tokenizer(world, pair.tokens, job)
-        typer.echo(f"{'step':>6}  {'definitions':>11}  {'yours':>11}")
-        for mine, theirs in pair.steps():
-            ours.append(mine)
-            yours.append(theirs)
-            if len(ours) in (1, 2, 5) or len(ours) % max(1, steps // 6) == 0:
-                typer.echo(f"{len(ours):>6}  {mine.loss:>11.6f}  {theirs.loss:>11.6f}")
+        with contextlib.closing(pair):
+            _say_tokenizer(world, pair.tokens, job)
+            typer.echo(f"{'step':>6}  {'definitions':>11}  {'yours':>11}")
+            for mine, theirs in pair.steps():
+                ours.append(mine)
+                yours.append(theirs)
+                if len(ours) in (1, 2, 5) or len(ours) % max(1, steps // 6) == 0:
+                    typer.echo(f"{len(ours):>6}  {mine.loss:>11.6f}  {theirs.loss:>11.6f}")
     first = compare(ours, yours)
     right = all(v.state == "right" for v in written if not v.cut)
     if first is not None and not (right and _is_rounding(first)):
@@ -236,6 +238,7 @@ def draw_curves(
             axes.axvline(first.step, color=COLOURS[3], lw=1.0, ls=":")
     below.set_ylabel("difference")
     below.set_xlabel("step")
+    below.xaxis.get_major_locator().set_params(integer=True)
     for axes in (top, below):
         axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
