@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 
 from check.labelled import FROM_MUTATIONS, HEAD, LEARNERS
+from check.labelled_others import OTHERS
 from check.right import RIGHT
 from mutations import MUTATIONS
 from scratchlm.check import TASKS, check_file, find_task
@@ -22,7 +23,14 @@ ELSEWHERE = {
     "documents see each other",
     "the formula of SwiGLU gates the other branch",
 }
-LABELLED = [(learner, edit) for learner in LEARNERS for edit in learner.edits]
+LABELLED = [
+    *(
+        (learner.task, edit[0], learner.wrong(edit))
+        for learner in LEARNERS
+        for edit in learner.edits
+    ),
+    *OTHERS,
+]
 
 
 @pytest.fixture
@@ -41,18 +49,18 @@ def test_every_function_has_a_learner():
 
 def test_the_labelled_set_holds_the_mutations_and_many_more():
     assert FROM_MUTATIONS.keys() | ELSEWHERE == MUTATIONS.keys()
-    names = {(learner.task, edit[0]) for learner, edit in LABELLED}
+    names = {(task, name) for task, name, _ in LABELLED}
     assert set(FROM_MUTATIONS.values()) <= names
     assert len(names) >= len(FROM_MUTATIONS) + 25
 
 
 def test_known_mistakes_are_named(verdict):
     wrong = []
-    for learner, edit in LABELLED:
-        found = verdict(learner.task, learner.wrong(edit))
-        assert found.state == "wrong", (learner.task, edit[0])
-        if found.mistake is None or found.mistake.name != edit[0]:
-            wrong.append((learner.task, edit[0], found.mistake and found.mistake.name))
+    for task, name, source in LABELLED:
+        found = verdict(task, source)
+        assert found.state == "wrong", (task, name)
+        if found.mistake is None or found.mistake.name != name:
+            wrong.append((task, name, found.mistake and found.mistake.name))
     assert len(wrong) <= 0.05 * len(LABELLED), wrong
     assert not {(task, name) for task, name, _ in wrong} & set(FROM_MUTATIONS.values())
 

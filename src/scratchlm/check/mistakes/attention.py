@@ -29,7 +29,9 @@ def wrong_attention(**knobs: Any) -> Callable[..., Tensor]:
         hidden = None if mask is None else ~mask
         if hidden is not None and knobs.get("inverted"):
             hidden = ~hidden
-        if hidden is not None and not knobs.get("after"):
+        if hidden is not None and "added" in knobs:
+            scores = scores + hidden * knobs["added"]
+        elif hidden is not None and not knobs.get("after"):
             scores = scores.masked_fill(hidden, knobs.get("fill", -math.inf))
         dim = knobs.get("dim", -1)
         if knobs.get("unshifted"):
@@ -121,6 +123,7 @@ _attention(
         "scores.masked_fill(~mask, -math.inf)",
     ),
     *({"fill": fill} for fill in (0.0, -1.0, -5.0, -10.0, -20.0, -50.0, -100.0, -1e3)),
+    *({"added": fill} for fill in (1.0, -1.0, -10.0, -100.0, -1e3)),
 )
 ATTENTION.add(
     "run_scaled_dot_product_attention",
@@ -141,6 +144,17 @@ ATTENTION.add(
         "fill with −∞, and torch.nan_to_num(weights) or zeros where mask.any(-1) is False",
     ),
     wrong_attention(fill=-1e9),
+)
+ATTENTION.add(
+    "run_scaled_dot_product_attention",
+    "a finite number is added to mask: a fully masked row sees everything",
+    (
+        "What does a query get that may see nothing?",
+        "The same number is added to all its scores, which a softmax does not notice.",
+        "fill with −∞, and zeros where mask.any(-1) is False",
+    ),
+    wrong_attention(added=-1e5),
+    wrong_attention(added=-1e9),
 )
 ATTENTION.add(
     "run_scaled_dot_product_attention",
