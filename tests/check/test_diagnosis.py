@@ -83,15 +83,15 @@ def called_one(learner, pairs, verdict):
 
 
 def test_two_mistakes_are_never_called_one(verdict):
-    """A fifth of all pairs; `test_no_pair_at_all` takes every one."""
+    """A seventh of all pairs; `test_no_pair_at_all_is_called_one` takes every one."""
     wrong, count = [], 0
     for learner in LEARNERS:
         found, looked = called_one(
-            learner, list(combinations(enumerate(learner.edits), 2))[::5], verdict
+            learner, list(combinations(enumerate(learner.edits), 2))[::7], verdict
         )
         wrong, count = wrong + found, count + looked
     assert wrong == []
-    assert count >= 80
+    assert count >= 70
 
 
 @pytest.mark.slow

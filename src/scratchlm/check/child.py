@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -122,10 +123,12 @@ def one_line(error: BaseException, path: Path) -> str:
 def fork(work: Callable[[Reporter], None], output: int) -> tuple[int, int]:
     """Start a process that reports to a pipe; return its id and the pipe."""
     reading, writing = os.pipe()
+    gc.freeze()  # the child's collector leaves the parent's objects, and so their pages, alone
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of ours hold no locks here
         pid = os.fork()
     if pid:
+        gc.unfreeze()
         os.close(writing)
         return pid, reading
     status = 1
