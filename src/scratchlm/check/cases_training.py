@@ -38,10 +38,11 @@ def adamw() -> list[Case]:
         gradients = [
             [normal(*s, seed=10 * t + i) for i, s in enumerate(shapes)] for t in range(steps)
         ]
-        arguments = {"lr": 0.1, "betas": (0.8, 0.95), "eps": eps, "weight_decay": 0.2}
-        arguments |= {"parameters": [normal(*s, seed=5) for s in shapes], "gradients": gradients}
-        words = f"lr 0.1, betas (0.8, 0.95), eps {eps:g}, weight_decay 0.2, {steps} steps"
-        return Case(name, {**arguments, **more}, given=words)
+        options = {"lr": 0.1, "betas": (0.8, 0.95), "eps": eps, "weight_decay": 0.2, **more}
+        words = ", ".join(f"{key} {value}" for key, value in options.items())
+        drawn = {"parameters": [normal(*s, seed=5) for s in shapes], "gradients": gradients}
+        course = "decays" not in more  # groups with options of their own
+        return Case(name, {**options, **drawn}, course=course, given=f"{words}, {steps} steps")
 
     with_gap = of("a parameter without a gradient", 3, 1e-8, (2,), (2, 2))
     with_gap.arguments["gradients"][1][0] = None
