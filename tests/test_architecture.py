@@ -36,7 +36,7 @@ MAY_IMPORT = {
     },
     "inspect": {"model", "inference", "errors"},
     "evaluation": {"inference", "errors"},
-    "check": {"ops", "model", "training", "errors"},
+    "check": {"ops", "model", "training", "tokenizer", "data", "config", "errors"},
     "serve": {"inference", "inspect", "accounting", "errors"},
     "cli": None,  # all
 }

@@ -14,6 +14,7 @@ import typer
 from scratchlm import __version__
 from scratchlm.cli import (
     account,
+    check,
     config,
     demo,
     evaluate,
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 config.register(app)
 explain.register(app)
+check.register(app)
 tokenizer.register(app)
 prepare.register(app)
 train.register(app)

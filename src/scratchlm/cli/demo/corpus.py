@@ -93,7 +93,7 @@ def make_world(args: DemoArgs, say: Say) -> World:
     if begun:
         plan = _resumed_plan(args)
     else:
-        plan = _new_plan(args, say)
+        plan = new_plan(args, say)
     assert plan.data.tokenizer is not None
     assert plan.data.val is not None
     tokenizer = load_tokenizer(plan.data.tokenizer)
@@ -114,7 +114,8 @@ def make_world(args: DemoArgs, say: Say) -> World:
     return World(args.out, SOURCE, tokenizer, plan, entropy, floor, held_out, begun, finished)
 
 
-def _new_plan(args: DemoArgs, say: Say) -> Plan:
+def new_plan(args: DemoArgs, say: Say) -> Plan:
+    """Write corpus, tokenizer and token files of a new demo."""
     folder = args.out / "data"
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.txt"
