@@ -1,9 +1,8 @@
 """Decoding on a GPU: ours beside the peers, as a share of what the memory's speed allows.
 
     python bench/decode.py                         all tables (about four minutes)
-    python bench/decode.py --only one --no-peers   one of: one, batches, kernels, prefill
+    python bench/decode.py --only one --no-peers   one of: one, batches, prefill
     python bench/decode.py --shape medium          one of: gpt2-xl, medium, qwen3-0.6b
-    python bench/decode.py --check                 is it right, in every way it can run
     python bench/decode.py --tune --shape medium   measure tiles inside whole steps, print the best
 
 bf16, random weights, a prompt of 64 tokens, then greedy steps; tokens stay on the device. The bound
@@ -28,9 +27,10 @@ from torch import Tensor
 from peers import hugging_face
 from results import table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.accelerate.graph_decoder import GraphDecoder
+from scratchlm.accelerate.gpu_runner import GPURunner
 from scratchlm.accounting.parameters import count_parameters
 from scratchlm.config import PRESETS
+from scratchlm.paged import LAST, PagedCache, Step
 
 PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 16, 30
 COMPILED_LAYERS = 28  # the most that transformers is compiled with: more takes minutes
@@ -43,7 +43,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TITLES = {
     "one": "one row",
     "batches": "batches",
-    "kernels": "kernel by kernel",
     "prefill": "prefill",
 }
 
@@ -129,46 +128,72 @@ def attempt(name: str, work: Callable[[], float], seconds: int = LIMIT_S) -> flo
 # Ours
 
 
-@torch.inference_mode()
-def started(model: TransformerLM, batch: int, **options: object) -> GraphDecoder:
-    """Return a decoder whose cache holds the prompt."""
-    cache = model.new_cache(batch, PROMPT + STEPS)
-    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device="cuda")
-    model.hidden(prompt, cache=cache)
-    decoder = GraphDecoder(model, cache, greedy=True, **options)  # type: ignore[arg-type]
-    decoder.step(prompt[:, 0])
-    return decoder
+class Bare:
+    """The runner alone, over rows of one length."""
+
+    def __init__(self, model: TransformerLM, rows: int, **options: object) -> None:
+        pages = -(-(PROMPT + STEPS) // 64)
+        cache = PagedCache(model.config, rows * pages, 64, device="cuda", dtype=torch.bfloat16)
+        self.runner = GPURunner(model, cache, max_rows=rows, **options)  # type: ignore[arg-type]
+        self.tables = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
+        self.last = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        self.slots, self.length = list(range(rows)), 0
+
+    def read(self, tokens: list[list[int]]) -> Tensor:
+        """Read as many tokens of every row; return the logits after them."""
+        count, rows = len(tokens[0]), len(self.slots)
+        step = Step(
+            [token for row in tokens for token in row],
+            [count] * rows,
+            [self.length] * rows,
+            self.slots,
+            [True] * rows,
+        )
+        logits = self.runner.run(step, self.tables, self.last)
+        self.length += count
+        return logits
+
+    def step(self) -> None:
+        """Read the token chosen last, and choose the next."""
+        logits = self.read([[LAST]] * len(self.slots))
+        torch.argmax(logits, dim=-1, out=self.last)
+
+
+def started(model: TransformerLM, rows: int, **options: object) -> Bare:
+    """Return rows whose prompt is read."""
+    bare = Bare(model, rows, **options)
+    bare.read(torch.randint(model.config.vocab_size, (rows, PROMPT)).tolist())
+    bare.step()
+    return bare
 
 
 @torch.inference_mode()
-def our_rate(model: TransformerLM, batch: int, read: bool = False, **options: object) -> float:
+def our_rate(model: TransformerLM, rows: int, read: bool = False, **options: object) -> float:
     """Tokens per second of greedy steps; `read`: the host reads every token before the next."""
-    decoder = started(model, batch, **options)
+    bare = started(model, rows, **options)
     times = []
     for _ in range(3):
-        decoder.cache.length = PROMPT + 1  # the same steps again
+        bare.length = PROMPT + 1  # the same steps again
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(STEPS - 1):
-            decoder.step(None)
+            bare.step()
             if read:
-                decoder.ids.tolist()
+                bare.last.tolist()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return batch * (STEPS - 1) / min(times)
+    return rows * (STEPS - 1) / min(times)
 
 
 @torch.inference_mode()
-def error_beside_model(model: TransformerLM, batch: int = 1) -> float:
+def error_beside_model(model: TransformerLM, rows: int = 1) -> float:
     """Relative difference of the logits of a recorded step and of the model's own."""
-    ids = torch.randint(model.config.vocab_size, (batch, PROMPT + 2), device="cuda")
-    caches = [model.new_cache(batch, PROMPT + 8) for _ in range(2)]
-    for cache in caches:
-        model.hidden(ids[:, :PROMPT], cache=cache)
-    decoder = GraphDecoder(model, caches[0])
-    for i in (PROMPT, PROMPT + 1):
-        got = decoder.step(ids[:, i])
-        own = model(ids[:, i : i + 1], cache=caches[1])[:, 0].float()
+    ids = torch.randint(model.config.vocab_size, (rows, PROMPT + 1))
+    bare = Bare(model, rows)
+    bare.read(ids[:, :PROMPT].tolist())
+    bare.last.copy_(ids[:, PROMPT])
+    got = bare.read([[LAST]] * rows).float()
+    own = model(ids.cuda())[:, -1].float()
     return ((got - own).norm() / own.norm()).item()
 
 
@@ -360,10 +385,9 @@ def prefill() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("one", "batches", "kernels", "prefill"))
+    parser.add_argument("--only", choices=("one", "batches", "prefill"))
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--seconds", type=int, default=150, help="how long --tune may take")
     args = parser.parse_args()
@@ -372,16 +396,13 @@ def main() -> None:
     names, peers, rate = args.shape or list(SHAPES), not args.no_peers, copy_rate()
     where = f"{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s"
     print(where, flush=True)
-    from decode_parts import check, kernels, tune
-
-    if args.check:
-        return check({name: SHAPES[name][0] for name in names})
     if args.tune:
+        from decode_tiles import tune
+
         return tune({name: SHAPES[name][0] for name in names}, args.seconds)
     parts: dict[str, Callable[[], str]] = {
         "one": lambda: one_row(names, rate, peers),
         "batches": lambda: batches(rate, peers),
-        "kernels": lambda: kernels({name: SHAPES[name][0] for name in names}, rate),
         "prefill": prefill,
     }
     for part, work in parts.items():

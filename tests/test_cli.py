@@ -70,11 +70,11 @@ def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run():
     text = scratchlm("explain", "gpt2", "--device", "cpu", "--context", "128").stdout
     rows = json.loads(scratchlm("explain", "gpt2", "--device", "cpu", "--json").stdout)
     reasons = {row["fusion"]: row["reason"] for row in rows}
-    assert {"qkv_rope_attention", "qkv_joined", "cpu_decode", "gpu_decode"} <= reasons.keys()
+    assert {"qkv_rope_attention", "qkv_joined", "cpu_runner", "gpu_runner"} <= reasons.keys()
     assert reasons["chunked_lm_head_loss"] is None
-    assert reasons["cpu_decode"] is None
+    assert reasons["cpu_runner"] is None
     assert reasons["qkv_norm_rope"] == "no current CUDA device with Triton"
-    assert reasons["gpu_decode"] == "a model on cpu"
+    assert reasons["gpu_runner"] == "a model on cpu"
     assert all(name in text for name in reasons)
     assert "no current CUDA device with Triton" in text
     assert "layers.0" not in text  # the first layer stands for all

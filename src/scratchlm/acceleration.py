@@ -13,9 +13,8 @@ from scratchlm.errors import ScratchLMError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from scratchlm.accelerate.decoding import Decoder
     from scratchlm.accelerate.shadow_weights import ShadowWeights
-    from scratchlm.model import KVCache, TransformerLM
+    from scratchlm.model import TransformerLM
     from scratchlm.paged import PagedCache, Runner
 
 M = TypeVar("M", bound="nn.Module")
@@ -45,15 +44,6 @@ def plain(model: M) -> M:
     from scratchlm.accelerate import plain
 
     return plain(model)
-
-
-def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
-    """Return what decodes faster than the model itself, if anything does."""
-    if not is_available():
-        return None
-    from scratchlm.accelerate.decoding import make_decoder
-
-    return make_decoder(model, cache)
 
 
 def make_runner(
@@ -96,7 +86,7 @@ def choose_tokens(
 def join_weights(model: TransformerLM) -> None:
     """Lay weights that multiply one input side by side in memory."""
     if is_available():
-        from scratchlm.accelerate.cpu_decode import join_weights
+        from scratchlm.accelerate.joined_weights import join_weights
 
         join_weights(model)
 

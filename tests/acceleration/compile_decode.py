@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels.triton.decode_tiles import KVSplits, Tile
+from scratchlm.paged import PagedCache
 from tiny_models import FAMILIES, build
 
 TYPES = {
@@ -60,9 +61,18 @@ def main(family: str) -> None:
     }
     with torch.inference_mode():
         splits, deferred = KVSplits(16, 4, 3), KVSplits(16, 4, 3, deferred_combine=True)
-        for rows, kv_splits in ((1, None), (2, splits), (2, deferred), (6, splits)):
-            cache = model.new_cache(rows, 16)
-            Recorder(model, cache, pdl=True, greedy=True, tiles=tiles, kv_splits=kv_splits).run()
+        cache = PagedCache(model.config, 1, 16, dtype=torch.bfloat16)
+        for rows, kv_splits in ((1, None), (2, splits), (2, deferred)):
+            Recorder(
+                model,
+                cache,
+                rows=rows,
+                max_kv_len=16,
+                pdl=True,
+                greedy=True,
+                tiles=tiles,
+                kv_splits=kv_splits,
+            ).run()
     for (name, _), (kernel, args, warps) in launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
         before, _, _ = text.partition("griddepcontrol.wait")

@@ -84,7 +84,7 @@ POINTERS = {
     **dict.fromkeys(("norm_weight", "w_q", "w_k", "w_v"), "*bf16"),
     **dict.fromkeys(("cos", "sin"), "*fp32"),
     **dict.fromkeys(("keys", "values", "out"), "*bf16"),
-    "lengths": "*i64",
+    **dict.fromkeys(("lengths", "table"), "*i32"),
 }
 
 
@@ -92,7 +92,7 @@ def compiled_decode(width, keys, rope):
     kernel = decode_qkv_attention.decode_qkv_attention
     names = kernel.arg_names
     block = 1 << (width - 1).bit_length()
-    values = {"K": width, "BLOCK_K": block, "CAPACITY": 1024, "KEYS": keys, "EPS": 1e-5}
+    values = {"K": width, "BLOCK_K": block, "HEADS": 16, "PAGE": 64, "KEYS": keys, "EPS": 1e-5}
     values |= {"ROPE": rope, "SCALE": 0.125, "PDL": True}
     source = GluonASTSource(
         kernel,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scratchlm import ModelConfig, TransformerLM, acceleration
 from scratchlm import config as c
 from scratchlm.accelerate.cpu_runner import SOURCE, CPURunner
-from scratchlm.accelerate.decoding import why_not_cpu_runner
+from scratchlm.accelerate.decoding import why_not_cpu
 from scratchlm.ops import OPS, native
 from scratchlm.paged import LAST, PagedCache, Step
 from tiny_models import FAMILIES, PLAIN, build
@@ -397,7 +397,7 @@ def test_without_a_compiler_there_is_no_runner(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     try:
         model = build(PLAIN, dtype=torch.float32)
-        assert "no C++ compiler" in why_not_cpu_runner(model)
+        assert "no C++ compiler" in why_not_cpu(model)
         cache = PagedCache(PLAIN, 4, 4)
         assert acceleration.make_runner(model, cache, max_rows=1, exact=False) is None
     finally:

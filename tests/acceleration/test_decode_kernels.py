@@ -15,12 +15,12 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import (
     SHORT_KV_LEN,
     KVSplits,
     Tile,
-    choose_kv_splits,
     choose_tile,
     kv_splits_for,
     power_of_two,
 )
 from scratchlm.ops import CausalMask, reference
+from scratchlm.paged import PagedCache
 from tiny_models import FAMILIES, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,6 +126,30 @@ CASES = {  # heads, kv_heads, d, block_keys, splits, window, qk_norm, rope
 }
 
 
+PAGE = 4
+
+
+def to_pages(cache):
+    """Cut (rows, kv_heads, capacity, d) into pages in a random order; return them and the tables.
+
+    What is beyond the capacity is NaN: nobody may read it.
+    """
+    rows, kv_heads, capacity, d = cache.shape
+    count = -(-capacity // PAGE)
+    padded = cache.new_full((rows, kv_heads, count * PAGE, d), math.nan)
+    padded[:, :, :capacity] = cache
+    pages = padded.unflatten(2, (count, PAGE)).transpose(1, 2).flatten(0, 1)
+    order = torch.randperm(rows * count, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    shuffled = torch.empty_like(pages)
+    shuffled[order] = pages
+    return shuffled, order.to(torch.int32).view(rows, count)
+
+
+def from_pages(pages, tables, capacity):
+    """Undo `to_pages`."""
+    return pages[tables.long()].transpose(1, 2).flatten(2, 3)[:, :, :capacity]
+
+
 @dtypes
 @pytest.mark.parametrize("case", CASES)
 def test_decode_attention_matches_the_reference_over_a_ragged_cache(dtype, case):
@@ -142,14 +166,17 @@ def test_decode_attention_matches_the_reference_over_a_ragged_cache(dtype, case)
     partial = torch.full((rows * heads * splits * (d + 2),), math.nan, device=DEVICE)
     tickets = torch.zeros(rows * heads, dtype=torch.int32, device=DEVICE)
     device_lengths = torch.tensor(lengths, device=DEVICE)
+    key_pages, tables = to_pages(keys)
+    value_pages, _ = to_pages(values)
     for _ in range(2):  # tickets must be reset, and a second run give the same
         decode_attention.decode_attention[(heads, splits, rows)](
-            *(q, k, v, q_weight, k_weight, cos, sin, keys, values, device_lengths),
-            *(partial, tickets, out, None, capacity, capacity),
+            *(q, k, v, q_weight, k_weight, cos, sin, key_pages, value_pages, device_lengths),
+            *(tables, partial, tickets, out, None, PAGE, tables.shape[1], capacity),
             *(heads, kv_heads, d, power_of_two(d), block),
             *(splits, power_of_two(splits), 1e-6, qk_norm, rope, window, d**-0.5, False),
         )
     assert not tickets.any()
+    keys, values = (from_pages(pages, tables, capacity) for pages in (key_pages, value_pages))
     for row, length in enumerate(lengths):
         new_key = norm_rope(k[row], k_weight, rope, cos, sin, length)
         expected_keys[row, :, length] = new_key.float().to(dtype).double()
@@ -176,11 +203,14 @@ def test_deferred_combine_in_project_add_matches_the_reference(dtype, splits, bl
     lse = torch.full((splits, rows, heads), math.nan, device=DEVICE)
     y = torch.full((rows, 10), math.nan, device=DEVICE)
     no_rope = decode_attention.NO_ROPE
+    (key_pages, tables), (value_pages, _) = to_pages(keys), to_pages(values)
     decode_attention.decode_attention[(heads, splits, rows)](
-        *(q, k, v, None, None, None, None, keys, values, torch.tensor(lengths, device=DEVICE)),
-        *(None, None, split_out, lse, capacity, capacity, heads, heads, d, d, block),
+        *(q, k, v, None, None, None, None, key_pages, value_pages),
+        *(torch.tensor(lengths, device=DEVICE), tables, None, None, split_out, lse),
+        *(PAGE, tables.shape[1], capacity, heads, heads, d, d, block),
         *(splits, power_of_two(splits), 1e-6, False, no_rope, 0, d**-0.5, False),
     )
+    keys, values = (from_pages(pages, tables, capacity) for pages in (key_pages, value_pages))
     decode.project_add[(-(-10 // (4 * tiles)),)](
         *(x, split_out, lse, w, None, y, 10, heads * d, d, splits),
         *(rows, 4, power_of_two(heads * d), 1, tiles, False),
@@ -262,27 +292,22 @@ def test_medium_kv_len_is_loaded_at_once_and_combined_later(max_kv_len, heads, d
     assert 2 * splits.block_keys * d_head <= 128 * 32 * splits.warps
 
 
-def test_short_rows_have_kv_splits_of_their_own():
-    both = choose_kv_splits(320, 16, 1, 64)
-    assert both == {
-        SHORT_KV_LEN: kv_splits_for(SHORT_KV_LEN, 16, 1, 64),
-        320: kv_splits_for(320, 16, 1, 64),
-    }
-    assert both[SHORT_KV_LEN].num_splits == 1
-    assert both[320].num_splits > 1
-    assert list(choose_kv_splits(100, 16, 1, 64)) == [100]
-    assert list(choose_kv_splits(320, 16, MAX_ROWS + 1, 64)) == [320]  # by cuBLAS GEMMs
+def test_short_rows_are_not_split():
+    assert kv_splits_for(SHORT_KV_LEN, 16, 1, 64).num_splits == 1
+    assert kv_splits_for(320, 16, 1, 64).num_splits > 1
 
 
 def test_deferred_combine_needs_few_rows_and_a_power_of_two_head():
     assert not kv_splits_for(320, 16, 1, 80).deferred_combine
     assert not kv_splits_for(320, 16, MAX_ROWS + 1, 64).deferred_combine
     assert not kv_splits_for(100_000, 16, 1, 64).deferred_combine
-    model = build(FAMILIES["llama"], dtype=torch.float32)
-    with pytest.raises(ValueError, match="few rows"):
+    model = build(FAMILIES["llama"].replace(d_head=6), dtype=torch.float32)
+    with pytest.raises(ValueError, match="heads of a power of two"):
         GPUStep(
             model,
-            model.new_cache(MAX_ROWS + 1, 16),
+            PagedCache(model.config, 1, 16),
+            rows=1,
+            max_kv_len=16,
             kv_splits=KVSplits(16, 4, 2, deferred_combine=True),
         )
 

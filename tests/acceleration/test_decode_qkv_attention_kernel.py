@@ -46,16 +46,24 @@ def run_kernel(layer, length, layout):
     heads, capacity, _ = layer.keys.shape
     width = len(layer.x)
     out = torch.empty(heads * 64, device="cuda", dtype=layer.keys.dtype)
-    lengths = torch.full((1,), length, device="cuda")
+    lengths = torch.full((1,), length, device="cuda", dtype=torch.int32)
+    # Pages of 16 positions, in a random order: (page, head, position, channel).
+    order = torch.randperm(capacity // 16, device="cuda")
+    pages = []
+    for kept in (layer.keys, layer.values):
+        cut = kept.unflatten(1, (-1, 16)).transpose(0, 1)
+        pages.append(torch.empty_like(cut).index_copy_(0, order, cut.contiguous()))
     tables = (None, None) if layout is None else (layer.cos, layer.sin)
     kernel.decode_qkv_attention[(heads,)](
         *(layer.x, layer.norm_weight, layer.w_q, layer.w_k, layer.w_v, *tables),
-        *(layer.keys, layer.values, lengths, out),
-        *(width, 1 << (width - 1).bit_length(), capacity, kernel.keys_per_warp(capacity)),
+        *(*pages, lengths, order.to(torch.int32), out),
+        *(width, 1 << (width - 1).bit_length(), heads, 16, kernel.keys_per_warp(capacity)),
         *(EPS, ROPE[layout], 64**-0.5, False),
         num_warps=kernel.WARPS,
         num_ctas=kernel.CTAS,
     )
+    for kept, cut in zip((layer.keys, layer.values), pages, strict=True):
+        kept.copy_(cut[order].transpose(0, 1).flatten(1, 2))
     return out
 
 

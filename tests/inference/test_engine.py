@@ -12,6 +12,7 @@ from inference.test_sampling import SAMPLINGS
 from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm.accounting.pool import bytes_per_page
 from scratchlm.inference import GREEDY, Engine, Sampling
+from scratchlm.paged import LAST
 from tiny_models import FAMILIES, build
 
 VOCAB, CONTEXT = 61, 24
@@ -280,6 +281,27 @@ def test_decoding_rows_have_a_token_in_every_step_while_a_long_prompt_is_read():
         assert [row._request.chosen - c for row, c in zip(rows, chosen, strict=True)] == [steps] * 3
         assert late._request.chosen == (steps >= 10)  # two tokens of it a step
     assert max(len(step.tokens) for step in engine.runner.steps) == 5
+
+
+def test_a_prompt_gets_less_of_a_step_the_more_rows_it_would_hold_up():
+    engine = make_engine(max_rows=6, max_tokens_per_step=24)
+    engine.scheduler.usual_tokens = 8
+
+    def of_prompts():
+        engine.step()
+        step = engine.runner.steps[-1]
+        return len(step.tokens) - sum(token == LAST for token in step.tokens)
+
+    engine.submit(list(range(20)), max_new_tokens=4, seed=0)
+    assert of_prompts() == 20  # nobody waits
+    handles = [engine.submit([i] * 9, max_new_tokens=4, seed=i) for i in range(4)]
+    assert of_prompts() == 23  # four wait for one: more than 8, and the step is full
+    for handle in handles:
+        handle.result()
+    rows = [engine.submit([i], max_new_tokens=15, seed=i) for i in range(5)]
+    step_until_decoding(engine, rows)
+    engine.submit([7] * 20, max_new_tokens=1, seed=0)
+    assert of_prompts() == 2  # one among five: the least
 
 
 def test_no_request_starves_however_many_younger_ones_come():

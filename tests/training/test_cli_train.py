@@ -56,7 +56,7 @@ def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
     assert re.search(r"step 30: held-out loss \d\.\d+ .* bits/byte", err)
     code, explained, _ = cli("explain", run, "--device", "cpu")
     assert code == 0
-    assert re.search(r"cpu_decode +runs", explained)
+    assert re.search(r"cpu_runner +runs", explained)
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["model"]["d_model"] == 16
     assert config["model"]["vocab_size"] == 280

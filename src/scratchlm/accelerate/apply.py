@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scratchlm.accelerate.decoding import why_not_decoder
+from scratchlm.accelerate.decoding import why_not_runner
 from scratchlm.accelerate.table import ACCELERATED, FUSIONS, FUSIONS_OF, PLAIN_TYPES
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import ForwardContext, TransformerLM
@@ -101,7 +101,7 @@ def explain(
         for name, module in model.named_modules():
             rows += _rows_of(name, module, _example(module, weight, batch, seq), context)
     if isinstance(model, TransformerLM):
-        rows += [Row("", decoder, reason) for decoder, reason in why_not_decoder(model).items()]
+        rows += [Row("", runner, reason) for runner, reason in why_not_runner(model).items()]
     return rows
 
 

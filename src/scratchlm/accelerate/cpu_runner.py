@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from scratchlm import config as kinds
-from scratchlm.accelerate.decoding import Unchanged, why_not_cpu_runner
+from scratchlm.accelerate.decoding import Unchanged, why_not_cpu
 from scratchlm.model import TransformerLM
 from scratchlm.ops import native
 from scratchlm.paged import PagedCache, Step
@@ -90,7 +90,7 @@ class CPURunner:
     """Reads steps of one model into one paged cache."""
 
     def __init__(self, model: TransformerLM, cache: PagedCache) -> None:
-        reason = why_not_cpu_runner(model)
+        reason = why_not_cpu(model)
         if reason is not None:
             raise ValueError(f"the CPU runner does not take {reason}")
         library = native.library(SOURCE)
@@ -111,7 +111,7 @@ class CPURunner:
             return False
         if all(map(is_, self._tensors(), self._found)) and self._addresses() == self._bound:
             return True
-        if why_not_cpu_runner(self.model) is not None:  # weights were exchanged
+        if why_not_cpu(self.model) is not None:  # weights were exchanged
             return False
         self._bind()
         return True

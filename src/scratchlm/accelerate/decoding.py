@@ -1,29 +1,28 @@
-"""Which models the whole-step decoders take, and when they must step aside.
+"""Which models the runners take, and when they must step aside.
 
-A decoder computes one token of every row without calling a module. It takes a model by an explicit
-list of what it handles: a field of the config that is not on the list, or a module that is not
-plain (`table.py`), is refused by name, and the model itself decodes.
+A runner reads a step of many requests (`scratchlm/paged.py`) without calling a module. It takes a
+model by an explicit list of what it handles: a field of the config that is not on the list, or a
+module that is not plain (`table.py`), is refused by name, and the model itself reads the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scratchlm import config as kinds
 from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
 from scratchlm.config import ModelConfig
-from scratchlm.model import KVCache, TransformerLM
+from scratchlm.model import TransformerLM
 from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
 
-# Fields of a config and of its parts that both decoders handle.
+# Fields of a config and of its parts that both runners handle.
 HANDLED: dict[type, set[str]] = {
     ModelConfig: {
         *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"),
@@ -44,15 +43,8 @@ HANDLED: dict[type, set[str]] = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Decoder(Protocol):
-    """Reads one token of every row of a cache."""
-
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """Return the logits (batch, vocab) after these tokens."""
-
-
 def why_not_config(config: ModelConfig) -> str | None:
-    """Return what of a config the decoders do not handle, or None."""
+    """Return what of a config the runners do not handle, or None."""
     if config.norm_placement != "pre":
         return "post-norm blocks"
     for part in (config, config.positions, config.ffn, config.norm, config.attention):
@@ -65,7 +57,7 @@ def why_not_config(config: ModelConfig) -> str | None:
 
 
 def why_not_model(model: TransformerLM) -> str | None:
-    """Return why no decoder can stand for this model's modules, or None."""
+    """Return why no runner can stand for this model's modules, or None."""
     reason = why_not_config(model.config)
     if reason is not None:
         return reason
@@ -92,18 +84,6 @@ def why_not_model(model: TransformerLM) -> str | None:
 
 
 def why_not_cpu(model: TransformerLM) -> str | None:
-    """Return why the CPU decoder cannot take this model, or None when it can."""
-    weight = model.token_embeddings.weight
-    if weight.device.type != "cpu":
-        return "a model that is not on a CPU"
-    if weight.dtype != torch.float32:
-        return "weights that are not float32"
-    if model.config.attention.sliding_window is not None:
-        return "a sliding window"
-    return why_not_model(model)
-
-
-def why_not_cpu_runner(model: TransformerLM) -> str | None:
     """Return why the CPU runner cannot take this model here, or None when it can."""
     from scratchlm.accelerate.cpu_runner import SOURCE
 
@@ -119,7 +99,7 @@ def why_not_cpu_runner(model: TransformerLM) -> str | None:
 
 
 def why_not_gpu(model: TransformerLM) -> str | None:
-    """Return why the GPU decoder cannot take this model here, or None when it can."""
+    """Return why the GPU runner cannot take this model here, or None when it can."""
     device = model.token_embeddings.weight.device
     if device.type != "cuda":
         return f"a model on {device.type}"
@@ -132,29 +112,16 @@ def why_not_gpu(model: TransformerLM) -> str | None:
     return why_not_model(model)
 
 
-def why_not_decoder(model: TransformerLM) -> dict[str, str | None]:
-    """Return for each decoder why it does not take this model; None where it does."""
-    return {
-        "cpu_decode": why_not_cpu(model),
-        "cpu_runner": why_not_cpu_runner(model),
-        "gpu_decode": why_not_gpu(model),
-    }
-
-
-def make_decoder(model: TransformerLM, cache: KVCache) -> Decoder | None:
-    """Return a decoder for the rows of a cache, where one takes this model."""
-    if why_not_cpu(model) is None:
-        from scratchlm.accelerate.cpu_decode import CPUDecoder
-
-        return CPUDecoder(model, cache)
-    return None
+def why_not_runner(model: TransformerLM) -> dict[str, str | None]:
+    """Return for each runner why it does not take this model; None where it does."""
+    return {"cpu_runner": why_not_cpu(model), "gpu_runner": why_not_gpu(model)}
 
 
 def make_runner(
     model: TransformerLM, cache: PagedCache, *, max_rows: int, exact: bool
 ) -> Runner | None:
     """Return what reads steps over the pages of a cache, where something takes this model."""
-    if why_not_cpu_runner(model) is None:
+    if why_not_cpu(model) is None:
         from scratchlm.accelerate.cpu_runner import CPURunner
 
         return CPURunner(model, cache)
@@ -166,18 +133,11 @@ def make_runner(
     return None
 
 
-def model_step(model: TransformerLM, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Read one token of every row by the model itself; return the logits after it."""
-    ids = tokens.to(model.token_embeddings.weight.device)[:, None]
-    logits: Tensor = model.lm_head(model.hidden(ids, cache=cache)[:, -1])
-    return logits
-
-
 class Unchanged:
-    """Sees cheaply whether a model's modules are still those a decoder was made for.
+    """Sees cheaply whether a model's modules are still those a runner was made for.
 
     Hooks and submodules live in dictionaries that stay where they are: a look at a thousand of them
-    takes some tens of microseconds, which a GPU decoder hides behind the device's work.
+    takes some tens of microseconds, which a GPU runner hides behind the device's work.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scratchlm.accelerate.conditions import joined_bias
-from scratchlm.accelerate.cpu_decode import as_one_matrix
+from scratchlm.accelerate.joined_weights import as_one_matrix
 from scratchlm.accelerate.kernels.triton.decode_tiles import power_of_two
 from scratchlm.model.attention import MultiHeadSelfAttention
 from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SinusoidalPositions, SwiGLU

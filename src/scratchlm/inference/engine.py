@@ -132,13 +132,14 @@ class Engine:
         self.plain = PlainRunner(model, self.cache)
         self.runner = self._choose_runner(make_runner, max_rows, exact, accelerate)
         if max_tokens_per_step is None:
-            max_tokens_per_step = max(2048 if on_gpu else 256, 2 * max_rows)
+            max_tokens_per_step = max(8192 if on_gpu else 256, 2 * max_rows)
         self.scheduler = Scheduler(
             self.pool,
             page_size=page_size,
             context_length=model.config.context_length,
             max_rows=max_rows,
             max_tokens_per_step=max_tokens_per_step,
+            usual_tokens=2048 if on_gpu else None,
             chunk=getattr(self.runner, "chunk", None),
             replay_by_token=exact or not on_gpu,
             catch_up=self._catch_up,

@@ -17,7 +17,6 @@ from scratchlm.inference.engine import Engine
 from scratchlm.model import TransformerLM
 
 PAGE_SIZE = 64
-TOKENS_PER_STEP = 2048
 SHARE = 0.05  # of the device's memory: a larger pool goes with the call that needed it
 _kept: WeakKeyDictionary[TransformerLM, tuple[Any, Engine]] = WeakKeyDictionary()
 
@@ -36,7 +35,6 @@ def engine_of(model: TransformerLM, num_pages: int, max_rows: int) -> Engine:
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         max_rows=max_rows,
-        max_tokens_per_step=max(TOKENS_PER_STEP, max_rows),
     )
     memory = torch.cuda.get_device_properties(engine.device).total_memory
     if engine.cache.keys.nbytes + engine.cache.values.nbytes <= SHARE * memory:

@@ -81,12 +81,18 @@ class Scheduler:
         context_length: int,
         max_rows: int,
         max_tokens_per_step: int,
+        usual_tokens: int | None = None,
         chunk: int | None = None,
         replay_by_token: bool = True,
         catch_up: Callable[[], None] = lambda: None,
         place: Callable[[int, int, list[int]], None] = lambda slot, at, pages: None,
     ) -> None:
-        """Make it; `catch_up` reads all chosen tokens, `place` writes pages into the page table."""
+        """Make it; `catch_up` reads all chosen tokens, `place` writes pages into the page table.
+
+        With `usual_tokens`, prompts get so many a step where as many wait as decode, fewer or more
+        by that ratio: a long prompt among many answers holds them up little, and many prompts at
+        once are read at the machine's rate.
+        """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1; got max_rows={max_rows}")
         if max_tokens_per_step < max_rows:
@@ -96,6 +102,7 @@ class Scheduler:
             )
         self.pool, self.page_size, self.context = pool, page_size, context_length
         self.max_rows, self.max_tokens = max_rows, max_tokens_per_step
+        self.usual_tokens = usual_tokens
         self.chunk, self.replay_by_token = chunk, replay_by_token
         self.unit = math.lcm(page_size, chunk or 1)  # what is shared is a multiple of it
         self.waiting: deque[Request] = deque()
@@ -193,12 +200,11 @@ class Scheduler:
 
     def _plan(self) -> Plan:
         rows: list[tuple[Request, int]] = []
-        budget = self.max_tokens
         for request in self.running:
             if not request.is_reading:
                 rows.append((request, 1))
-                budget -= 1
         num_decoding = len(rows)
+        budget = min(self._for_prompts(num_decoding), self.max_tokens - num_decoding)
         for request in self.running:
             if request.is_reading:
                 count = self._piece(request, budget, must=len(rows) == num_decoding)
@@ -226,6 +232,13 @@ class Scheduler:
         requests = [request for request, _ in rows]
         choosing = [r for r, does in zip(requests, chooses, strict=True) if does]
         return Plan(step, requests, choosing)
+
+    def _for_prompts(self, num_decoding: int) -> int:
+        """Return how many tokens of prompts this step may have."""
+        if self.usual_tokens is None or not num_decoding:
+            return self.max_tokens
+        num_reading = len(self.running) - num_decoding + len(self.waiting)
+        return max(self.usual_tokens // 4, self.usual_tokens * num_reading // num_decoding)
 
     def _piece(self, request: Request, budget: int, must: bool) -> int:
         """Return how many tokens of a prompt are read now; `must`: some, however few are left."""

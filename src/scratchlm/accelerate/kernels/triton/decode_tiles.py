@@ -15,7 +15,7 @@ BYTES_PER_LOAD = 16
 TARGET_PROGRAMS = 264
 MAX_ROWS = 4  # larger batches use cuBLAS GEMMs
 MAX_DEFERRED_SPLITS = 8  # KV splits that the output projection combines as it reads them
-SHORT_KV_LEN = 256  # up to this length a decode step has a CUDA graph of its own
+SHORT_KV_LEN = 256  # rows of up to this length are not split
 # Limits of the Hopper kernel `decode_qkv_attention`: the head dimension, the keys that a cluster
 # can hold, d_model, and the heads. A head takes a cluster of 8 SMs: 132 SMs have room for 15
 # clusters alone, or 30 with two per SM.
@@ -101,15 +101,6 @@ def choose_tile(kernel: str, rows: int, width: int, element_size: int) -> Tile:
     while block < 16 and 2 * block * loads <= 8 and rows // (2 * block) >= TARGET_PROGRAMS:
         block *= 2
     return Tile(block, warps)
-
-
-def choose_kv_splits(capacity: int, heads: int, rows: int, d_head: int) -> dict[int, KVSplits]:
-    """Return max_kv_len -> KVSplits for a cache of this capacity, one CUDA graph each.
-
-    Short rows need few splits even in a large cache, so a small batch has two entries.
-    """
-    lengths = {min(SHORT_KV_LEN, capacity), capacity} if rows <= MAX_ROWS else {capacity}
-    return {length: kv_splits_for(length, heads, rows, d_head) for length in sorted(lengths)}
 
 
 def kv_splits_for(max_kv_len: int, heads: int, rows: int, d_head: int) -> KVSplits:

@@ -1,7 +1,4 @@
-"""A step of the CPU decoder is the model's: every family, rows equal and ragged, step by step.
-
-And which models decoders take: by an explicit list, with the reason for all others.
-"""
+"""Which models runners take: by an explicit list, with the reason for all others."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,16 +9,11 @@ import torch
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import config as kinds
 from scratchlm.accelerate import accelerate, plain
-from scratchlm.accelerate.cpu_decode import CPUDecoder, as_one_matrix, join_weights
-from scratchlm.accelerate.decoding import (
-    HANDLED,
-    make_decoder,
-    why_not_config,
-    why_not_cpu,
-    why_not_model,
-)
-from scratchlm.inference import generate, prefill
+from scratchlm.accelerate.decoding import HANDLED, make_runner, why_not_config, why_not_cpu
+from scratchlm.accelerate.joined_weights import as_one_matrix, join_weights
+from scratchlm.inference import GREEDY, generate, stream
 from scratchlm.ops import OPS
+from scratchlm.paged import PagedCache
 from tiny_models import FAMILIES, PLAIN, build, ids
 
 TAKEN = [
@@ -30,61 +22,10 @@ TAKEN = [
 
 
 def test_only_these_families_are_not_taken():
-    assert FAMILIES.keys() - TAKEN == {"mistral", "mixtral", "post-norm"}
+    assert FAMILIES.keys() - TAKEN == {"mixtral", "post-norm"}
 
 
-def decoder_and_model(family, prompts, joined):
-    """Return a decoder and the model, each with a cache that holds the prompts."""
-    model = build(FAMILIES[family], dtype=torch.float32).eval()
-    if joined:
-        join_weights(model)
-    caches = []
-    for _ in range(2):
-        cache = model.new_cache(len(prompts), 16)
-        prefill(model, prompts, cache)
-        caches.append(cache)
-    return CPUDecoder(model, caches[0]), model, caches
-
-
-@pytest.mark.parametrize("accelerated", [False, True], ids=["plain", "accelerated"])
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "side by side"])
-@pytest.mark.parametrize("lengths", [[3], [4, 4], [5, 2, 1]], ids=str)
-@pytest.mark.parametrize("family", TAKEN)
-def test_a_step_gives_the_models_logits(family, lengths, joined, accelerated):
-    prompts = [ids(1, n)[0].tolist() for n in lengths]
-    decoder, model, (ours, theirs) = decoder_and_model(family, prompts, joined)
-    if accelerated:
-        accelerate(model)
-        decoder = CPUDecoder(model, ours)
-    for step in range(4):
-        tokens = [(7 * step + row) % 29 for row in range(len(lengths))]
-        with torch.inference_mode():
-            expected = model(torch.tensor(tokens)[:, None], cache=theirs)[:, -1]
-        torch.testing.assert_close(decoder.step(tokens), expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(ours.lengths, theirs.lengths)
-    used = int(ours.lengths.max())
-    torch.testing.assert_close(ours.keys[:, :, :, :used], theirs.keys[:, :, :, :used])
-
-
-def test_it_goes_on_when_rows_have_ended():
-    prompts = [[1, 2, 3], [4, 5], [6]]
-    decoder, model, (ours, theirs) = decoder_and_model("llama", prompts, True)
-    decoder.step([7, 8, 9])
-    with torch.inference_mode():
-        model(torch.tensor([[7], [8], [9]]), cache=theirs)
-        for cache in (ours, theirs):
-            cache.select_rows(torch.tensor([0, 2]))
-        expected = model(torch.tensor([[3], [4]]), cache=theirs)[:, -1]
-    torch.testing.assert_close(decoder.step([3, 4]), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_an_id_outside_the_vocabulary_is_refused():
-    decoder, _, _ = decoder_and_model("plain", [[1, 2]], True)
-    with pytest.raises(ValueError, match="token id must lie in"):
-        decoder.step([29])
-
-
-# Models that change while a decoder is at work
+# Models that change while a request is decoded
 
 
 class Zero(torch.nn.Module):
@@ -107,35 +48,38 @@ CHANGES = {
 }
 
 
+def logprobs(model, change=None, **options):
+    """The log-probabilities of eight tokens; the model changes after the fourth."""
+    pieces = stream(
+        model, [[1, 2, 3]], max_new_tokens=8, sampling=GREEDY, eos_ids=(), num_logprobs=0, **options
+    )
+    found = [next(pieces).logprob.logprob for _ in range(4)]
+    if change is not None:
+        change(model.layers[0].attn)
+    return [*found, *(piece.logprob.logprob for piece in pieces)]
+
+
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_module_changed_between_two_steps_is_called(how):
-    decoder, model, (ours, theirs) = decoder_and_model("plain", [[1, 2, 3]], True)
-    decoder.step([4])
-    with torch.inference_mode():
-        model(torch.tensor([[4]]), cache=theirs)
-        untouched = model(torch.tensor([[5]]), cache=theirs)[:, -1]
-        theirs.length -= 1
-        CHANGES[how](model.layers[0].attn)
-        expected = model(torch.tensor([[5]]), cache=theirs)[:, -1]
-    assert not torch.allclose(untouched, expected)
-    torch.testing.assert_close(decoder.step([5]), expected, atol=1e-5, rtol=1e-5)
-    assert ours.length == theirs.length
-    assert why_not_model(model) is not None
+def test_a_module_changed_between_two_tokens_is_called(how):
+    untouched = logprobs(build(PLAIN, dtype=torch.float32))
+    fast = logprobs(build(PLAIN, dtype=torch.float32), CHANGES[how])
+    slow = logprobs(build(PLAIN, dtype=torch.float32), CHANGES[how], accelerate=False)
+    assert fast == pytest.approx(slow, abs=1e-5)
+    assert fast[:4] == pytest.approx(untouched[:4], abs=1e-5)
+    assert fast[5:] != pytest.approx(untouched[5:], abs=1e-3)
 
 
 def test_global_hooks_are_called():
-    decoder, model, (_, theirs) = decoder_and_model("plain", [[1, 2, 3]], True)
-    called = []
+    model, called = build(PLAIN, dtype=torch.float32), []
+    expected = logprobs(model)
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
     try:
-        logits = decoder.step([4])
-        assert called
-        assert why_not_model(model) == "global hooks"
+        assert why_not_cpu(model) == "global hooks"
+        found = logprobs(model)
     finally:
         hook.remove()
-    with torch.inference_mode():
-        expected = model(torch.tensor([[4]]), cache=theirs)[:, -1]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert len(called) >= 8
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 # What is not taken
@@ -144,9 +88,8 @@ def test_global_hooks_are_called():
 def test_a_model_that_is_not_taken_is_refused_with_the_reason():
     model = build(PLAIN, dtype=torch.float64)
     assert why_not_cpu(model) == "weights that are not float32"
-    with pytest.raises(ValueError, match="does not take weights that are not float32"):
-        CPUDecoder(model, model.new_cache(1))
-    assert make_decoder(model, model.new_cache(1)) is None
+    cache = PagedCache(PLAIN, 1, 16, dtype=torch.float64)
+    assert make_runner(model, cache, max_rows=1, exact=False) is None
     hooked = build(PLAIN, dtype=torch.float32)
     hooked.layers[0].attn.v_proj.register_forward_hook(lambda *_: None)
     assert "layers.0.attn.v_proj that is hooked" in why_not_cpu(hooked)
@@ -158,7 +101,6 @@ def test_a_model_that_is_not_taken_is_refused_with_the_reason():
     experts = PLAIN.replace(ffn=kinds.MoE(2, 1))
     assert why_not_cpu(build(experts, dtype=torch.float32)) == "MoE in the config"
     assert why_not_cpu(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
-    assert why_not_cpu(build(FAMILIES["mistral"], dtype=torch.float32)) == "a sliding window"
 
 
 def test_user_provided_ops_are_called():
