@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from scratchlm.training.choosing import (
 )
 from scratchlm.training.plan import DataFiles, Plan, read_plan
 from scratchlm.training.settings import TrainConfig, merge, parse_count
+from scratchlm.untrusted import read_toml
 
 if TYPE_CHECKING:
     from scratchlm.tokenizer import CharTokenizer, Tokenizer
@@ -104,14 +104,7 @@ def _config_tables(args: TrainArgs) -> dict[str, Any]:
     """Read --config (sections, or a model alone) and lay the overrides over it."""
     tables: dict[str, Any] = {}
     if args.config is not None:
-        try:
-            text = args.config.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.config}: not UTF-8 text: {error}") from None
-        sections = {}
-        if args.config.suffix == ".toml":
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                sections = tomllib.loads(text)
+        sections = read_toml(args.config) if args.config.suffix == ".toml" else {}
         if sections.keys() & {"model", "train", "data"}:
             unknown = sections.keys() - {"model", "train", "data"}
             if unknown:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.settings import TrainConfig
+from scratchlm.untrusted import read_toml
 
 NAME = "config.toml"
 
@@ -75,7 +75,7 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
     """Read RUN/config.toml."""
     path = Path(run) / NAME
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = read_toml(path)
         return Plan(
             from_dict(tables["model"]),
             TrainConfig.from_dict(tables["train"]),

@@ -27,6 +27,7 @@ from scratchlm.training.plan import NAME as CONFIG_NAME
 from scratchlm.training.plan import Plan, read_plan
 from scratchlm.training.plots import draw_run
 from scratchlm.training.throughput import CONVENTION, make_throughput
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_text
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def write_report(
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
         Section("The accounting beside what was measured", _accounting(run, plan, records)),
-        Section("Config", f"<pre>{html.escape((run / CONFIG_NAME).read_text())}</pre>"),
+        Section(
+            "Config", f"<pre>{html.escape(read_text(run / CONFIG_NAME, MAX_CONFIG_BYTES))}</pre>"
+        ),
     ]
     page = _PAGE.format(
         title=html.escape(title or f"Training run {run.absolute().name}"),

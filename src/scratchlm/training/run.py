@@ -26,6 +26,7 @@ from scratchlm.checkpoint import (
     read_config,
     read_manifest,
     read_tensors,
+    remove_damaged,
     set_aside_after,
     step_of,
     verify_checkpoint,
@@ -69,6 +70,12 @@ class Run:
     def restore(self, learner: Learner, warn: Callable[[str], None] | None = None) -> Path | None:
         """Load the newest valid checkpoint, if any, and cut the log back to its step."""
         clean_leftovers(self.directory)
+        for link in find_checkpoints(self.directory):
+            if link.is_symlink():
+                raise ScratchLMError(
+                    f"{link} is a link, and a run tidies its checkpoints up: put the folder itself "
+                    "there, or take the link away"
+                )
         path = newest_valid(self.directory, warn)
         if path is not None:
             self._check_same(path, learner)
@@ -77,6 +84,7 @@ class Run:
             learner.load(read_tensors(path, learner.device), state)
             self.progress = Progress(**metadata["reached"])
             set_aside_after(self.directory, self.progress.step)
+            self._prune(learner)  # the last session may have ended just before it did
         self.metrics = MetricsFile(
             self.directory / NAME, self.progress.step, self.progress.evaluated
         )
@@ -110,10 +118,15 @@ class Run:
             },
         )
         verify_checkpoint(path)
+        self._prune(learner)
+        remove_damaged(self.directory)
+        return path
+
+    def _prune(self, learner: Learner) -> None:
+        """Remove all checkpoints but the last few and the best one they know of."""
         keep_last = learner.settings.keep_last
         best = {_best_step(path) for path in find_checkpoints(self.directory)[-keep_last:]}
         prune_checkpoints(self.directory, keep_last, best - {None})  # type: ignore[arg-type]
-        return path
 
     @property
     def is_saved(self) -> bool:

@@ -220,6 +220,8 @@ def parse_overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
         parsed: Any
         try:
             parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+        except RecursionError:
+            raise ValueError(f"{key.strip()}: the value is nested too deeply") from None
         except tomllib.TOMLDecodeError:
             parsed = value.strip()
         table: dict[str, Any] = tables
