@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "untrusted": {"errors"},
     "durable": {"errors"},
     "config": {"errors", "untrusted"},
-    "ops": set(),
+    "ops": {"durable", "errors"},
     "model": {"config", "ops"},
     "accelerate": {"config", "ops", "model", "errors"},
     "acceleration": {"accelerate", "model", "errors"},  # the door to the room

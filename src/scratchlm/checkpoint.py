@@ -33,7 +33,7 @@ from torch import Tensor
 
 from scratchlm import __version__
 from scratchlm.config import ModelConfig, load_config, to_json
-from scratchlm.durable import PREFIX, remove_abandoned, whole_directory
+from scratchlm.durable import PREFIX, remove_abandoned, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import (
     MAX_MANIFEST_BYTES,
@@ -253,7 +253,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint at `directory`, whole or not at all; return its path.
 
-    `tokenizer_file`: its path, or what it holds. A whole checkpoint of that name is never overwritten; a damaged one is replaced.
+    `tokenizer_file`: its path, or what it holds. A whole checkpoint of that name is never
+    overwritten; a damaged one is replaced.
     """
     directory = Path(directory)
     step = step_of(directory) if _STEP.fullmatch(directory.name) else None
@@ -315,13 +316,15 @@ def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write and fsync one file, hashing on the way."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        nonlocal size
         for piece in pieces:
             digest.update(piece)
             size += len(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            yield piece
+
+    write_file(path, hashed())
     return {"size": size, "sha256": digest.hexdigest()}
 
 

@@ -19,6 +19,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from scratchlm.errors import ScratchLMError
+
 PREFIX = ".scratchlm-tmp-"  # of directories that are being filled
 _COUNT = itertools.count()
 
@@ -26,9 +28,13 @@ _COUNT = itertools.count()
 def write_atomically(path: Path, data: bytes | memoryview, folder: Path | None = None) -> None:
     """Write a file so that a crash leaves either the old one or the whole new one.
 
-    It is written in `folder`, by default beside the file, and renamed into place. An error names
-    the file.
+    It is written in `folder`, by default beside the file, and renamed into place; a link stays,
+    and the file it leads to is replaced. An error names the file.
     """
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ScratchLMError(f"{path}: not a regular file")
     try:
         with _new_file(folder or path.parent, path.name) as (beside, fd):
             _write_all(fd, data)
@@ -54,24 +60,28 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 @contextlib.contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
     """Give a directory to fill beside its place; renamed into it on success, removed otherwise."""
-    parent = directory.parent
+    with temporary_directory(directory.parent, directory.name) as beside:
+        yield beside
+        fsync_directory(beside)
+        beside.rename(directory)
+        fsync_directory(directory.parent)
+
+
+@contextlib.contextmanager
+def temporary_directory(parent: Path, name: str) -> Iterator[Path]:
+    """Give a locked directory, removed in the end; those of dead processes are removed first."""
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(parent, f"{PREFIX}*")
     while True:
-        beside = parent / f"{PREFIX}{directory.name}-{_own_mark()}"
+        beside = parent / f"{PREFIX}{name}-{_own_mark()}"
         beside.mkdir()
         lock = _locked(beside, os.O_RDONLY)
         if lock is not None:
             break
     try:
         yield beside
-        fsync_directory(beside)
-        beside.rename(directory)
-        fsync_directory(parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     finally:
+        shutil.rmtree(beside, ignore_errors=True)  # nothing, where it was renamed
         os.close(lock)
 
 
@@ -113,7 +123,8 @@ def _own_mark() -> str:
 def _locked(path: Path, flags: int) -> int | None:
     """Open and lock; None where another process took it for abandoned just before the lock."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    _try_lock(fd)  # a file system without locks has no abandoned files either: none can be told
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is ever abandoned
+        fcntl.flock(fd, fcntl.LOCK_EX)  # waits for one who has just taken it for abandoned
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_ino == os.fstat(fd).st_ino:
             return fd

@@ -206,13 +206,14 @@ def _write_page(
 ) -> None:
     from scratchlm import accounting
     from scratchlm.accounting.page import account_page
+    from scratchlm.durable import write_atomically
 
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"a page must end in .html; got {path}")
     # validate: the page must not open with settings that the tables refuse
     accounting.account(config, setup, machine=machine, convention=convention, **money)
     page = account_page(name, config, setup, machine=machine, convention=convention, **money)
-    path.write_text(page, encoding="utf-8")
+    write_atomically(path, page.encode())
     typer.echo(f"wrote {path}", err=True)
 
 

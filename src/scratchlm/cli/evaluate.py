@@ -99,6 +99,7 @@ def compare(
     from rich.table import Table
 
     from scratchlm.accounting import count_parameters
+    from scratchlm.durable import write_atomically
     from scratchlm.training import read_metrics, read_plan
     from scratchlm.training.plots import draw_comparison
 
@@ -126,7 +127,7 @@ def compare(
             ", ".join(_differences(base, plans[path])),
         )
     Console(width=None if Console().is_terminal else 160).print(table)
-    out.write_bytes(draw_comparison(dict(zip(short, logs.values(), strict=True))))
+    write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
     typer.echo(out)
 
 

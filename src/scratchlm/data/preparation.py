@@ -179,8 +179,8 @@ def _find_finished(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
         return Prepared(out, infos["train"], infos.get("val"), 0, count, count)
     if not overwrite:
         raise ScratchLMError(
-            f"{out} holds token files made from other sources or options; "
-            "choose another folder or allow it with overwrite (--overwrite)"
+            f"{out} holds token files made from other sources or options; choose another "
+            "folder, or have them replaced by `scratchlm prepare --overwrite`"
         )
     return None
 

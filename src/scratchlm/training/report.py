@@ -21,6 +21,7 @@ from scratchlm.accounting import (
     memory,
 )
 from scratchlm.checkpoint import MODEL, find_checkpoints, read_manifest
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
 from scratchlm.training.plan import NAME as CONFIG_NAME
@@ -75,9 +76,9 @@ def write_report(
             if part.body
         ),
     )
-    (run / "loss.png").write_bytes(picture)
+    write_atomically(run / "loss.png", picture)
     out = run / "report.html"
-    out.write_text(page, encoding="utf-8")
+    write_atomically(out, page.encode())
     return out
 
 
