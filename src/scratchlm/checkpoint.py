@@ -87,7 +87,13 @@ def find_checkpoints(run: str | os.PathLike[str]) -> list[Path]:
     directory = Path(run) / "checkpoints"
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    found: list[Path] = []
+    for _ in range(RESCANS):
+        names = os.listdir(directory)
+        found = [directory / name for name in names if _STEP.fullmatch(name)]
+        found = [path for path in found if path.is_dir()]
+        if found or not names:
+            break  # a list read while one is renamed may show neither the old nor the new one
     return sorted(found, key=step_of)
 
 
@@ -237,6 +243,10 @@ def iter_tensors(
         raise ScratchLMError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise ScratchLMError(f"{file} is damaged: {error}") from None
+    except RuntimeError:  # torch's, where it opens the file again
+        if Path(file).exists():
+            raise
+        raise ScratchLMError(f"{file}: no such file") from None
 
 
 # Writing
