@@ -180,7 +180,10 @@ def _train(
     _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
     if outcome.progress.best_step not in (None, outcome.progress.step):
         _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
-    typer.echo(write_report(args.out))
+    try:
+        typer.echo(write_report(args.out))
+    except ScratchLMError as error:  # the model is trained and saved all the same
+        _say(f"warning: no report was written: {error}")
     return 0
 
 

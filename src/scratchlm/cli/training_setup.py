@@ -22,15 +22,13 @@ from scratchlm.training.choosing import (
     fit_in_memory,
 )
 from scratchlm.training.plan import DataFiles, Plan, read_plan
-from scratchlm.training.settings import TrainConfig, merge, parse_count
+from scratchlm.training.settings import CHANGEABLE, TrainConfig, merge, parse_count
 from scratchlm.untrusted import read_toml
 
 if TYPE_CHECKING:
     from scratchlm.tokenizer import CharTokenizer, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# What may change between two lives of a run.
-CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -97,7 +95,8 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
                 f"train.{name} cannot change in a run that was begun "
                 f"(only {', '.join(sorted(CHANGEABLE))} may); it is {getattr(plan.train, name)!r}"
             )
-    return replace(plan, train=settings)
+    asked = {name: getattr(settings, name) for name in changes.keys() & CHANGEABLE}
+    return replace(plan, train=settings, changed=frozenset({**dict(plan.changed), **asked}.items()))
 
 
 def _config_tables(args: TrainArgs) -> dict[str, Any]:
@@ -106,6 +105,7 @@ def _config_tables(args: TrainArgs) -> dict[str, Any]:
     if args.config is not None:
         sections = read_toml(args.config) if args.config.suffix == ".toml" else {}
         if sections.keys() & {"model", "train", "data"}:
+            sections.pop("changed", None)  # the past of another run
             unknown = sections.keys() - {"model", "train", "data"}
             if unknown:
                 raise ValueError(f"{args.config}: unknown config key: {min(unknown)}")

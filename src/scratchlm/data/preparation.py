@@ -104,6 +104,11 @@ def _check_options(
         raise ValueError(f"workers must be >= 1; got {workers}")
 
 
+def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return the fingerprint that a tokenizer's token files carry."""
+    return _load(path).fingerprint()
+
+
 def _load(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer

@@ -3,6 +3,8 @@
 [model]   the ModelConfig
 [train]   the TrainConfig, resolved
 [data]    train, val and tokenizer: paths, relative to the run where they lie inside it
+[changed] settings of [train] that a later session was asked to change; others may not differ
+          from those of the checkpoint a run goes on from
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Plan:
     model: ModelConfig
     train: TrainConfig
     data: DataFiles
+    changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for later
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -66,6 +69,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "model": to_dict(plan.model),
             "train": plan.train.to_dict(),
             "data": plan.data.to_dict(run),
+            **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
         }
     )
     write_atomically(run / NAME, text.lstrip("\n").encode())
@@ -80,12 +84,13 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
             from_dict(tables["model"]),
             TrainConfig.from_dict(tables["train"]),
             DataFiles.from_dict(tables["data"], Path(run)),
+            frozenset(tables.get("changed", {}).items()),
         )
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None
     except KeyError as error:
         raise ScratchLMError(f"{path}: no [{error.args[0]}] table") from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ScratchLMError(f"{path}: {error}") from None
 
 

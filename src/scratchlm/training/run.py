@@ -36,6 +36,7 @@ from scratchlm.data import TokenFile
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import NAME, MetricsFile
+from scratchlm.training.settings import CHANGEABLE
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Run:
 
     directory: Path
     data: Mapping[str, Any]  # fingerprints of the token files
-    tokenizer_file: Path | None = None
+    tokenizer: bytes | None = None  # what tokenizer.json held when the session began
+    changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for since
     progress: Progress = field(default_factory=Progress)
     metrics: MetricsFile = field(init=False)
 
@@ -78,27 +80,47 @@ class Run:
                 )
         path = newest_valid(self.directory, warn)
         if path is not None:
-            self._check_same(path, learner)
-            metadata = read_manifest(path)["metadata"]
+            progress = self._check_same(path, learner)
             state = read_tensors(path, learner.device, TRAINING_STATE)
             learner.load(read_tensors(path, learner.device), state)
-            self.progress = Progress(**metadata["reached"])
+            self.progress = progress
             set_aside_after(self.directory, self.progress.step)
             self._prune(learner)  # the last session may have ended just before it did
         self.metrics = MetricsFile(
-            self.directory / NAME, self.progress.step, self.progress.evaluated
+            self.directory / NAME, self.progress.step, self.progress.evaluated, warn
         )
         return path
 
-    def _check_same(self, path: Path, learner: Learner) -> None:
+    def _check_same(self, path: Path, learner: Learner) -> Progress:
+        """Refuse a checkpoint of another model, data or settings; return how far it was."""
         if read_config(path) != learner.model.config:
             raise ScratchLMError(f"{path} holds another model than the run's config.toml says")
-        then = read_manifest(path)["metadata"]["data"]
+        metadata = read_manifest(path)["metadata"]
+        try:
+            then, progress = metadata["data"], Progress(**metadata["reached"])
+        except (KeyError, TypeError):
+            raise ScratchLMError(f"{path} was not written by a training run") from None
+        self._check_settings(path, metadata.get("train", {}), learner.settings.to_dict())
         for name in sorted({*then, *self.data}):
             if then.get(name) != self.data.get(name):
                 raise ScratchLMError(
                     f"the {name} token file has changed since {path.name} was written: then "
                     f"{_describe(then.get(name))}, now {_describe(self.data.get(name))}"
+                )
+        return progress
+
+    def _check_settings(self, path: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+        """Refuse settings that are not those of the checkpoint, unless a change was asked for.
+
+        A name that the checkpoint does not know is newer than it, and has its default.
+        """
+        asked = dict(self.changed)
+        for name in sorted(then.keys() & now.keys()):
+            if now[name] not in (then[name], asked.get(name)):
+                raise ScratchLMError(
+                    f"train.{name} is {now[name]!r} in config.toml and was {then[name]!r} when "
+                    f"{path.name} was written; put it back, or ask for the change on the command "
+                    f"line (possible for {', '.join(sorted(CHANGEABLE))})"
                 )
 
     def save(self, learner: Learner) -> Path:
@@ -109,7 +131,7 @@ class Run:
             path,
             model=learner.model_tensors(),
             config=learner.model.config,
-            tokenizer_file=self.tokenizer_file,
+            tokenizer_file=self.tokenizer,
             training_state=learner.training_state(),
             metadata={
                 "reached": asdict(self.progress),
@@ -145,7 +167,9 @@ def _best_step(path: Path) -> int | None:
 def _describe(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
         return "none"
-    return f"{fingerprint['count']:,} ids, CRC-32 {fingerprint['crc32']:08x}"
+    tokenizer = str(fingerprint.get("tokenizer"))[:16]
+    ids = f"{fingerprint['count']:,} ids, CRC-32 {fingerprint['crc32']:08x}"
+    return f"{ids}, tokenizer {tokenizer}"
 
 
 def fingerprint(tokens: TokenFile) -> dict[str, Any]:

@@ -21,6 +21,8 @@ MOMENTS = ("fp32", "bf16")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
+# What may change between two sessions of a run.
+CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 
 
 @dataclass(frozen=True)
