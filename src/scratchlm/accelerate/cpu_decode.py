@@ -60,7 +60,7 @@ class CPUDecoder:
             config.d_head,
         )
         self.grouped = self.heads != self.kv_heads
-        self.rotate = _rotation(model.rope)
+        self.rotate = _rotation(model.rope, min(cache.capacity, config.context_length))
         self.norm = _norm(model.ln_final)
         head: Any = model.lm_head
         self.head = partial(_fast.linear, weight=head.weight)
@@ -186,20 +186,21 @@ def _qk_norm(attn: MultiHeadSelfAttention) -> Map | None:
     return partial(_fast.rms_norm, weight=gains, eps=attn.q_norm.eps)
 
 
-def _rotation(rope: RotaryEmbedding | None) -> Callable[[Tensor], Map] | None:
+def _rotation(rope: RotaryEmbedding | None, capacity: int) -> Callable[[Tensor], Map] | None:
     """Return what rotates (batch, heads, d_head), given positions; tables are joined once."""
     if rope is None:
         return None
     half = rope.d_k // 2
+    cos, sin = rope.tables(range(capacity))
     if rope.layout == "half":
-        cos, sin = torch.cat((rope.cos, rope.cos), -1), torch.cat((-rope.sin, rope.sin), -1)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
         def halves(positions: Tensor) -> Map:
             c, s = cos[positions][:, None], sin[positions][:, None]
             return lambda x: torch.addcmul(x * c, x.roll(half, -1), s)
 
         return halves
-    angle = torch.complex(rope.cos, rope.sin)
+    angle = torch.complex(cos, sin)
 
     def pairs(positions: Tensor) -> Map:
         by = angle[positions][:, None]

@@ -103,6 +103,7 @@ class GPUStep:
         self.partial = torch.zeros(partial, **wide)
         self.tickets = torch.zeros(rows * config.num_heads, dtype=torch.int32, device=device)
         self.best = torch.zeros(rows * GREEDY_PARTS * 2, **wide)
+        self.rope_tables: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # kept: graphs hold addresses
         # They need triton: only here.
         from scratchlm.accelerate.kernels.triton import argmax, decode, decode_attention
         from scratchlm.accelerate.kernels.triton import decode_batch as decode_many
@@ -343,7 +344,10 @@ class GPUStep:
             return self.attention.NO_ROPE, None, None
         halves = attn.rope.layout == "half"
         rope = self.attention.HALF if halves else self.attention.INTERLEAVED
-        return rope, attn.rope.cos, attn.rope.sin
+        if attn.rope not in self.rope_tables:
+            reached = range(min(self.cache.capacity, attn.rope.max_seq_len))
+            self.rope_tables[attn.rope] = attn.rope.tables(reached)
+        return rope, *self.rope_tables[attn.rope]
 
     def _attend(self, attn: MultiHeadSelfAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
         cache, kv_splits = self.cache, self.kv_splits

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.terminal import say
+
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def import_(
         },
     )
     tokenizer = "with its tokenizer" if source.tokenizer_file else "no tokenizer.json there"
-    typer.echo(f"{out}: {source.model_type}, {_size(source.shapes)} parameters, {tokenizer}")
+    say(f"{out}: {source.model_type}, {_size(source.shapes)} parameters, {tokenizer}")
 
 
 def export(
@@ -100,7 +102,7 @@ def export(
         told = read_newest(checkpoint, lambda found: _export(found, hf_dir, dtype, max_shard_gb))
     if told is None:
         raise ScratchLMError(f"{checkpoint} is neither a checkpoint nor a run with checkpoints")
-    typer.echo(told)
+    say(told)
 
 
 def _export(source: Path, hf_dir: Path, dtype: _DType | None, max_shard_gb: float) -> str:

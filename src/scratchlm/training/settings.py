@@ -138,7 +138,7 @@ class TrainConfig:
     @classmethod
     def check(cls, values: Any) -> None:
         """Refuse what no run can have, as `from_dict` does; what is not given is taken to fit."""
-        roomy = {"steps": 1 << 40, "batch_size": 1 << 40, "lr": 1e300}
+        roomy = {"steps": 1 << 40, "batch_size": 1 << 24, "lr": 1e300}
         cls.from_dict({**roomy, **values} if isinstance(values, dict) else values)
 
     def tokens_per_step(self, model: ModelConfig) -> int:
@@ -161,6 +161,7 @@ _WHOLE = {
     "shares": 1,
     "patience": 0,
 }
+_MOST = {"batch_size": 1 << 24, "micro_batch_size": 1 << 24, "shares": 1 << 10, "seed": (1 << 63) - 1}
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, math.inf),
     "min_lr": (0, math.inf),
@@ -189,6 +190,8 @@ def _whole(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}; got {name}={value}")
+    if value > _MOST.get(name, value):
+        raise ValueError(f"{name} must not exceed {_MOST[name]:,}; got {name}={value}")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
