@@ -59,7 +59,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; repeatable.")] = None,
     ignore_end: Annotated[bool, typer.Option(help="Go on past end-of-text.")] = False,
     seed: Seed = None,
-    num_samples: Annotated[int, typer.Option(min=1, max=65_536, help="How many continuations.")] = 1,
+    num_samples: Annotated[
+        int, typer.Option(min=1, max=65_536, help="How many continuations.")
+    ] = 1,
     beam: Annotated[int | None, typer.Option(help="Search with this many beams instead.")] = None,
     length_penalty: Annotated[float, typer.Option(help="With --beam: score / length^this.")] = 1.0,
     past_context: Annotated[

@@ -49,7 +49,12 @@ class DataFiles:
 
 def _written(path: Path, run: Path) -> str:
     path, run = path.absolute(), run.absolute()
-    return str(path.relative_to(run)) if path.is_relative_to(run) else str(path)
+    name = str(path.relative_to(run)) if path.is_relative_to(run) else str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ScratchLMError(f"{name!r}: {NAME} can only name paths in UTF-8") from None
+    return name
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,12 @@ _WHOLE = {
     "shares": 1,
     "patience": 0,
 }
-_MOST = {"batch_size": 1 << 24, "micro_batch_size": 1 << 24, "shares": 1 << 10, "seed": (1 << 63) - 1}
+_MOST = {
+    "batch_size": 1 << 24,
+    "micro_batch_size": 1 << 24,
+    "shares": 1 << 10,
+    "seed": (1 << 63) - 1,
+}
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, math.inf),
     "min_lr": (0, math.inf),
