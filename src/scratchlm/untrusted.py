@@ -83,8 +83,7 @@ def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise ScratchLMError(f"{os.fspath(path)}: not a regular file")
-    file = os.fdopen(fd, "rb", buffering)
-    return file  # type: ignore[return-value]
+    return os.fdopen(fd, "rb", buffering)
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:

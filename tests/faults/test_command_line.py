@@ -5,7 +5,6 @@ import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -294,7 +293,7 @@ def test_ids_of_16_bits_are_refused_by_name_and_empty_sequences_are_taken():
     config = ModelConfig(vocab_size=11, context_length=8, d_model=8, num_layers=1, num_heads=2)
     for ops in ("fast", "reference"):
         model = TransformerLM(config, ops=OPS[ops])
-        with pytest.raises(TypeError, match="int64 or int32; got torch.int16"):
+        with pytest.raises(TypeError, match=r"int64 or int32; got torch\.int16"):
             model(torch.zeros(1, 3, dtype=torch.int16))
         empty = torch.zeros(2, 0, dtype=torch.long)
         assert model(empty).shape == (2, 0, 11)

@@ -1,4 +1,4 @@
-"""Holes inside an attention mask, and how far a NaN reaches: what is promised, and that it holds."""
+"""Holes inside an attention mask, and how far a NaN reaches: what is promised holds."""
 
 import pytest
 import torch

@@ -324,7 +324,7 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
             "Shares of the FLOPs", (first, "left"), *((name, "right") for name in parts)
         )
         for row in rows:
-            shares = (f"{row.shares[name]:.1%}" for name in parts)
+            shares = [f"{row.shares[name]:.1%}" for name in parts]
             shares_table.add_row(Text(visible(row.name)), *shares)
         console.print(shares_table)
     console.print()

@@ -30,7 +30,7 @@ def is_for_the_user(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether something did not fit in memory: Python's, numpy's or torch's way of saying it."""
+    """Say whether something did not fit in memory, as Python, numpy or torch say it."""
     torch_says = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
     text = str(error)
     return isinstance(error, MemoryError) or (

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli.terminal import say
-
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:

@@ -45,7 +45,8 @@ def open_standard_streams() -> None:
     closed = [fd for fd in (0, 1, 2) if not _is_open(fd)]
     for fd in closed:
         os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-        setattr(sys, ("stdin", "stdout", "stderr")[fd], open(fd, "r" if fd == 0 else "w"))
+        stream = os.fdopen(fd, "r" if fd == 0 else "w")
+        setattr(sys, ("stdin", "stdout", "stderr")[fd], stream)
     if 1 in closed:
         raise ScratchLMError("standard output is closed; > /dev/null drops what is printed")
     if hasattr(sys.stdout, "reconfigure"):  # a file's name need not be UTF-8: its bytes stay

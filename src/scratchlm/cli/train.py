@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scratchlm.cli.terminal import say
-
 from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:

@@ -95,8 +95,10 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
                 f"train.{name} cannot change in a run that was begun "
                 f"(only {', '.join(sorted(CHANGEABLE))} may); it is {getattr(plan.train, name)!r}"
             )
-    asked = {name: getattr(settings, name) for name in changes.keys() & CHANGEABLE}
-    return replace(plan, train=settings, changed=frozenset({**dict(plan.changed), **asked}.items()))
+    lasting = {name: getattr(settings, name) for name in changes.keys() & CHANGEABLE}
+    return replace(
+        plan, train=settings, changed=frozenset({**dict(plan.changed), **lasting}.items())
+    )
 
 
 def _config_tables(args: TrainArgs) -> dict[str, Any]:
