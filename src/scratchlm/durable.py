@@ -35,26 +35,21 @@ def write_atomically(path: Path, data: bytes | memoryview, folder: Path | None =
         path = path.resolve()
     if path.exists() and not path.is_file():
         raise ScratchLMError(f"{path}: not a regular file")
-    try:
+    with naming(path):
         with _new_file(folder or path.parent, path.name) as (beside, fd):
             _write_all(fd, data)
             os.fsync(fd)
             os.replace(beside, path)
         fsync_directory(path.parent)
-    except OSError as error:
-        raise _naming(path, error) from None
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write and fsync a new file inside a directory that is not in its place yet."""
-    try:
-        with open(path, "xb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _naming(path, error) from None
+    with naming(path), open(path, "xb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -62,9 +57,10 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     """Give a directory to fill beside its place; renamed into it on success, removed otherwise."""
     with temporary_directory(directory.parent, directory.name) as beside:
         yield beside
-        fsync_directory(beside)
-        beside.rename(directory)
-        fsync_directory(directory.parent)
+        with naming(directory):
+            fsync_directory(beside)
+            beside.rename(directory)
+            fsync_directory(directory.parent)
 
 
 @contextlib.contextmanager
@@ -146,9 +142,13 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _naming(path: Path, error: OSError) -> OSError:
-    """Return the same error, about the file that was to be written."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name the file that was to be written: a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
 def fsync_directory(path: Path) -> None:

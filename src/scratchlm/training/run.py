@@ -33,6 +33,7 @@ from scratchlm.checkpoint import (
     write_checkpoint,
 )
 from scratchlm.data import TokenFile
+from scratchlm.durable import naming
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import NAME, MetricsFile
@@ -186,16 +187,16 @@ def hold_run(directory: Path) -> Iterator[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / ".lock"
-    with open(lock, "a+") as file:
+    with open(lock, "ab+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            pid = file.read().strip() or "unknown"
+            pid = file.read(20).decode(errors="replace").strip() or "unknown"
             raise ScratchLMError(
                 f"{directory}: another trainer (process {pid}) is at work on this run"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with naming(lock):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield directory
