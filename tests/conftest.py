@@ -26,3 +26,19 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what the standing suite tried (`docs/reliability.md`), as one table."""
+    rows = [
+        (*value, report.outcome)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "reliability"
+    ]
+    if rows:
+        terminalreporter.section("reliability: what was tried")
+        for what, count, note, outcome in sorted(rows):
+            terminalreporter.write_line(f"{outcome:<7} {count:>7,}  {what:<52} {note}")

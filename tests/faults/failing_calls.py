@@ -22,7 +22,7 @@ import torch
 
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import find_checkpoints, write_checkpoint
-from scratchlm.cli import main
+from scratchlm.cli import main, train
 from scratchlm.data import prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
@@ -30,6 +30,8 @@ from scratchlm.interop import write_hf
 from scratchlm.tokenizer import train_bpe
 from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.training import read_metrics, read_plan
+from scratchlm.training.choosing import Machine
+from scratchlm.training.plots import draw_run
 
 SMALL = (
     "model.d_model=8", "model.num_heads=2", "model.num_layers=1", "model.context_length=8",
@@ -38,7 +40,7 @@ SMALL = (
 )  # fmt: skip
 COMMANDS = {
     "train": ["train", "data", "--out", "run", "--resume", *SMALL],
-    "train from text": ["train", "text", "--out", "run", "--resume", "--vocab-size", "260", *SMALL],
+    "train from text": ["train", "text/one.txt", "--out", "run", "--resume", "--vocab-size", "260", *SMALL],
     "prepare": ["prepare", "text", "--tokenizer", "tokenizer", "--out", "out", "--workers", "1"],
     "tokenizer train": ["tokenizer", "train", "text/one.txt", "--vocab-size", "260", "--out", "t"],
     "import": ["import", "hf", "imported"],
@@ -137,6 +139,8 @@ def same_log(one: Path, other: Path) -> bool:
 
 def main_(directory: Path, stride: int) -> None:
     torch.set_num_threads(1)
+    train.look_at_machine = lambda device: Machine(1e11, False)  # a measurement takes a second
+    draw_run([])  # imports matplotlib, once for all children
     ctypes.CDLL(None).fault_arm(b"", ctypes.c_long(0), 0)
     world = directory / "world"
     make_world(world)

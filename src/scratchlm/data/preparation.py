@@ -145,6 +145,10 @@ def _work_folder(out: Path) -> Iterator[Path]:
             yield folder
         except WorkerDiedError:
             raise
+        except OSError as error:  # a full disk names no file; what is done is kept
+            if error.filename is None:
+                raise OSError(error.errno, error.strerror or str(error), str(out)) from None
+            raise
         except (ScratchLMError, ValueError, TypeError):
             partials = [path.stat().st_size for path in folder.glob("*.partial")]
             if sum(partials) < KEEP_BYTES:
