@@ -60,7 +60,11 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         with naming(directory):
             fsync_directory(beside)
             beside.rename(directory)
-            fsync_directory(directory.parent)
+            try:
+                fsync_directory(directory.parent)
+            except OSError:
+                directory.rename(beside)  # not at all, then
+                raise
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Let the n-th call to the system fail, for every n, in every command that writes.
 
-    LD_PRELOAD=failing_calls.so python tests/faults/failing_calls.py DIRECTORY STRIDE
+    LD_PRELOAD=failing_calls.so python tests/faults/failing_calls.py DIRECTORY STRIDE [COMMAND …]
 
 Each try is a forked child that runs a command in a copy of a small world, with a disk that is full
 from the n-th call on, or with an error in the n-th call alone. It must end with one line, leave
@@ -40,8 +40,17 @@ SMALL = (
 )  # fmt: skip
 COMMANDS = {
     "train": ["train", "data", "--out", "run", "--resume", *SMALL],
-    "train from text": ["train", "text/one.txt", "--out", "run", "--resume", "--vocab-size", "260", *SMALL],
-    "prepare": ["prepare", "text", "--tokenizer", "tokenizer", "--out", "out", "--workers", "1"],
+    "train from text": [
+        "train",
+        "text/one.txt",
+        "--out",
+        "run",
+        "--resume",
+        "--vocab-size",
+        "260",
+        *SMALL,
+    ],
+    "prepare": ["prepare", "text", "--tokenizer", "tokenizer", "--out", "out", "--split", "tail"],
     "tokenizer train": ["tokenizer", "train", "text/one.txt", "--vocab-size", "260", "--out", "t"],
     "import": ["import", "hf", "imported"],
     "export": ["export", "step", "exported"],
@@ -49,7 +58,15 @@ COMMANDS = {
     "account --html": ["account", "gpt2", "--html", "page.html"],
     "account --plot": ["account", "gpt2", "--plot", "plot.svg"],
 }
-NOT_COMPARED = {"config.toml", "report.html", "loss.png", "metrics.jsonl", ".lock", "manifest.json", "plot.svg"}
+NOT_COMPARED = {
+    "config.toml",
+    "report.html",
+    "loss.png",
+    "metrics.jsonl",
+    ".lock",
+    "manifest.json",
+    "plot.svg",
+}
 
 
 def make_world(folder: Path) -> None:
@@ -137,7 +154,7 @@ def same_log(one: Path, other: Path) -> bool:
     return lines[0] == lines[1]
 
 
-def main_(directory: Path, stride: int) -> None:
+def main_(directory: Path, stride: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     train.look_at_machine = lambda device: Machine(1e11, False)  # a measurement takes a second
     draw_run([])  # imports matplotlib, once for all children
@@ -146,7 +163,8 @@ def main_(directory: Path, stride: int) -> None:
     make_world(world)
     fresh = content(world)
     summary, here = {}, directory / "here"
-    for name, command in COMMANDS.items():
+    for name in names or COMMANDS:
+        command = COMMANDS[name]
         undisturbed = directory / "undisturbed"
         shutil.rmtree(undisturbed, ignore_errors=True)
         shutil.copytree(world, undisturbed)
@@ -183,4 +201,4 @@ def main_(directory: Path, stride: int) -> None:
 
 
 if __name__ == "__main__":
-    main_(Path(sys.argv[1]), int(sys.argv[2]))
+    main_(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -28,7 +28,17 @@ from scratchlm.training import read_metrics, read_plan
 
 SECONDS, MEMORY = 20, 3 << 30  # for one read; for the process
 NUMBERS = [b"0", b"-1", b"1e308", b"NaN", b"2147483648", b"18446744073709551616", b"1" * 400]
-PIECES = [b"null", b"[]", b"{}", b'""', b"[" * 3000, b'{"a":' * 3000, b"\xff\xfe", b"\x00", b"\\ud800"]
+PIECES = [
+    b"null",
+    b"[]",
+    b"{}",
+    b'""',
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"\xff\xfe",
+    b"\x00",
+    b"\\ud800",
+]
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
@@ -61,7 +71,10 @@ def readers(here: Path) -> dict[str, tuple[Path, object]]:
     """Name every kind of file, with who reads it."""
     step = here / "run" / "checkpoints" / "step-00000001"
     return {
-        "checkpoint manifest.json": (step / "manifest.json", lambda p: ckpt.verify_checkpoint(step)),
+        "checkpoint manifest.json": (
+            step / "manifest.json",
+            lambda p: ckpt.verify_checkpoint(step),
+        ),
         "checkpoint config.json": (step / "config.json", load_config),
         "checkpoint model.safetensors": (step / "model.safetensors", lambda p: load_model(step)),
         "hf config.json": (here / "hf" / "config.json", lambda p: read_hf(here / "hf")),
