@@ -46,6 +46,15 @@ def files(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
+def why_not_whole(path: Path) -> str | None:
+    try:
+        with TokenFile(path) as tokens:
+            tokens.validate()
+    except ScratchLMError as error:
+        return str(error)
+    return None
+
+
 def main(directory: Path, wanted: int, seed: int) -> None:
     sources = directory / "text"
     sources.mkdir(parents=True)
@@ -74,11 +83,8 @@ def main(directory: Path, wanted: int, seed: int) -> None:
             kills += 1
             in_work += (out / ".prepare").exists()
             for name in ("train", "val"):  # a finished file is whole; an unfinished one says so
-                try:
-                    with TokenFile(out / name) as tokens:
-                        tokens.validate()
-                except ScratchLMError as error:
-                    assert "no such token file" in str(error) or "not finished" in str(error)
+                why = why_not_whole(out / name)
+                assert why is None or "no such token file" in why or "not finished" in why
         assert files(out) == truth, f"{out} differs"
         assert not (out / ".prepare").exists()
         runs += 1
