@@ -119,6 +119,19 @@ def test_too_little_memory_is_for_the_user_and_another_runtime_error_is_not(erro
     assert not is_for_the_user(KeyError("loss"))
 
 
+def test_train_does_not_advise_an_option_it_does_not_have(model, tmp_path, monkeypatch, capsys):
+    from scratchlm.data import prepare
+
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"a b {'a' if name == 'one' else 'b'} " * 90)
+    prepare([tmp_path / "one.txt"], model.parent / "tokenizer", tmp_path / "out" / "data")
+    words = ["train", tmp_path / "two.txt", "--out", tmp_path / "out", "--tokenizer"]
+    status, err = run(monkeypatch, capsys, *words, model.parent / "tokenizer")
+    assert status == 2
+    assert "made from other sources or options; choose another folder" in err
+    assert "`scratchlm prepare --overwrite`" in err
+
+
 # Standard streams
 
 
