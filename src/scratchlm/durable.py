@@ -74,10 +74,11 @@ def temporary_directory(parent: Path, name: str) -> Iterator[Path]:
     remove_abandoned(parent, f"{PREFIX}*")
     while True:
         beside = parent / f"{PREFIX}{name}-{_own_mark()}"
-        beside.mkdir()
-        lock = _locked(beside, os.O_RDONLY)
-        if lock is not None:
-            break
+        with contextlib.suppress(FileExistsError):  # of a dead process with our number
+            beside.mkdir()
+            lock = _locked(beside, os.O_RDONLY)
+            if lock is not None:
+                break
     try:
         yield beside
     finally:
@@ -103,9 +104,10 @@ def _new_file(folder: Path, name: str) -> Iterator[tuple[Path, int]]:
     remove_abandoned(folder, f".{glob.escape(name)}.*.partial")
     while True:
         beside = folder / f".{name}.{_own_mark()}.partial"
-        fd = _locked(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        if fd is not None:
-            break
+        with contextlib.suppress(FileExistsError):  # of a dead process with our number
+            fd = _locked(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            if fd is not None:
+                break
     try:
         yield beside, fd
     except BaseException:
@@ -133,7 +135,8 @@ def _locked(path: Path, flags: int) -> int | None:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data).cast("B")
+    view = memoryview(data)
+    rest = view.cast("B") if view.nbytes else b""
     while rest:  # a disk that is filling up takes a part first
         rest = rest[os.write(fd, rest) :]
 

@@ -251,6 +251,27 @@ def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_without_locks_what_another_process_left_is_left_and_not_in_the_way(tmp_path, monkeypatch):
+    """A container's first process has the same number every time."""
+    import itertools
+
+    from scratchlm import durable
+
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(durable.fcntl, "flock", no_locks)
+    monkeypatch.setattr(durable, "_COUNT", itertools.count())
+    (tmp_path / f".file.{os.getpid()}-0.partial").write_text("left")
+    (tmp_path / f"{PREFIX}folder-{os.getpid()}-2").mkdir()
+    write_atomically(tmp_path / "file", b"")
+    with whole_directory(tmp_path / "folder") as beside:
+        (beside / "x").write_text("y")
+    assert (tmp_path / "file").read_bytes() == b""
+    assert (tmp_path / "folder" / "x").read_text() == "y"
+    assert len(os.listdir(tmp_path)) == 4
+
+
 def test_a_temporary_directory_is_gone_afterwards(tmp_path):
     with temporary_directory(tmp_path, "x") as folder:
         (folder / "y").write_text("z")

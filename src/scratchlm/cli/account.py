@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.terminal import say, write_text
+from scratchlm.cli.terminal import say, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -178,7 +178,7 @@ def _show(
     if output == "json":
         say(account_output.account_json(result))
     elif output == "csv":
-        write_text(account_output.account_csv(result))
+        write_output(account_output.account_csv(result))
     else:
         console = _console()
         account_tables.print_header(console, name, config)
@@ -249,7 +249,7 @@ def _show_rows(first: str, rows: list[Summary], output: str, plot: Path | None) 
     if output == "json":
         say(account_output.summaries_json(rows))
     elif output == "csv":
-        write_text(account_output.summaries_csv(first, rows))
+        write_output(account_output.summaries_csv(first, rows))
     else:
         title = "Models side by side" if first == "model" else f"Sweep of {first}"
         account_tables.print_summaries(_console(), title, first, rows)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scratchlm.cli.terminal import write_text
+from scratchlm.cli.terminal import write_output
 
 
 def register(app: typer.Typer) -> None:
@@ -47,4 +47,4 @@ def config(
 
     path = Path(model)
     resolved = load_config(path) if path.suffix in (".toml", ".json") else preset(model)
-    write_text(to_json(resolved) if json else to_toml(resolved))
+    write_output(to_json(resolved) if json else to_toml(resolved))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.terminal import say, visible, write_text
+from scratchlm.cli.terminal import say, visible, write_output
 
 if TYPE_CHECKING:
     from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
@@ -251,11 +251,11 @@ def _answer(
             accelerate=loaded.accelerate,
         ):
             pieces.append(piece.text)
-            write_text(piece.text)
+            write_output(piece.text)
             if piece.finish_reason == "length":
-                write_text(" […]")
+                write_output(" […]")
     except KeyboardInterrupt:
-        write_text(" [stopped]")
+        write_output(" [stopped]")
     say()
     return [*kept, Message("assistant", "".join(pieces))]
 
@@ -270,7 +270,7 @@ def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
     count, begin = 0, time.perf_counter()
     for piece in pieces:
         count += 1
-        write_text(piece.text)
+        write_output(piece.text)
     say()
     if terminal:
         rate = count / (time.perf_counter() - begin)

@@ -27,10 +27,10 @@ def say(text: object = "", *, err: bool = False) -> None:
     if err:
         print(visible(text), file=sys.stderr, flush=True)
     else:
-        write_text(f"{text}\n")
+        write_output(f"{text}\n")
 
 
-def write_text(text: str, flush: bool = True) -> None:
+def write_output(text: str, flush: bool = True) -> None:
     """Write a model's text: as it is, or visibly where it goes to a terminal."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     if flush:

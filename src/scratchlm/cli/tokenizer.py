@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scratchlm.cli.terminal import say, write_text
+from scratchlm.cli.terminal import say, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,8 +134,8 @@ def decode(
         for number in word.replace(",", " ").split():
             if not number.isascii() or not number.isdigit() or len(number) > 12:
                 raise ValueError(f"a token id must be a number; got {number[:40]!r}")
-            write_text(decoder.push(int(number)), flush=False)
-    write_text(decoder.finish())
+            write_output(decoder.push(int(number)), flush=False)
+    write_output(decoder.finish())
 
 
 def show(
