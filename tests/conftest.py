@@ -26,3 +26,23 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what the standing suite tried (`docs/reliability.md`), as one table."""
+    rows: dict[tuple[str, str], list[int]] = {}  # (what, note): tried, failed
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) != "call":
+                continue
+            for name, value in report.user_properties:
+                if name == "reliability":
+                    what, count, note = value
+                    row = rows.setdefault((what, note), [0, 0])
+                    row[0] += count
+                    row[1] += report.outcome != "passed"
+    if rows:
+        terminalreporter.section("reliability: what was tried")
+        for (what, note), (count, failed) in sorted(rows.items()):
+            verdict = "FAILED" if failed else "held"
+            terminalreporter.write_line(f"{verdict:<6} {count:>7,}  {what:<53} {note}".rstrip())

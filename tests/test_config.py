@@ -104,7 +104,7 @@ def test_files_are_read_and_faults_are_named_with_the_file(tmp_path):
     for name, text, fault in (
         ("broken.toml", "vocab_size = ", "broken.toml: not valid TOML"),
         ("broken.json", "{", "broken.json: not valid JSON"),
-        ("list.json", "[]", "list.json: a model config must be a table; got list"),
+        ("list.json", "[]", "list.json: a JSON object was expected; got list"),
         ("typo.toml", c.to_toml(c.PRESETS["gpt2"]) + "\n[atention]\n", "unknown config key: ate"),
         ("model.yaml", "", "a config file must end in .toml or .json"),
         ("binary.json", b"\xff\xfe", "binary.json: not valid JSON"),

@@ -7,7 +7,7 @@
         tokenizer.json               optional
         manifest.json                size and sha256 of every file, step, versions, metadata
 
-The directory is filled beside its place as `.tmp-…`; every file is flushed and fsync'd, the
+The directory is filled beside its place; every file is flushed and fsync'd, the
 manifest last; then it is renamed into place and the parent fsync'd. A name `step-…` therefore
 stands for a whole checkpoint or one damaged afterwards, which the hashes show. Checkpoints are
 found by scanning; nothing points at a latest one. Nothing is pickled.
@@ -25,7 +25,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,8 +33,19 @@ from torch import Tensor
 
 from scratchlm import __version__
 from scratchlm.config import ModelConfig, load_config, to_json
-from scratchlm.durable import fsync_directory
+from scratchlm.durable import PREFIX, remove_abandoned, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import (
+    MAX_MANIFEST_BYTES,
+    MAX_TOKENIZER_BYTES,
+    brief,
+    inner_file,
+    open_regular,
+    read_bytes,
+    shown,
+)
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 MODEL, TRAINING_STATE = "model.safetensors", "training_state.safetensors"
@@ -42,6 +53,7 @@ CONFIG, TOKENIZER, MANIFEST = "config.json", "tokenizer.json", "manifest.json"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _CHUNK = 8 << 20
+RESCANS = 100  # how often a reader looks again at a run whose checkpoints come and go
 # The names safetensors gives to the types a weight or an optimizer's state can have.
 _DTYPES = {
     torch.float64: "F64",
@@ -75,7 +87,13 @@ def find_checkpoints(run: str | os.PathLike[str]) -> list[Path]:
     directory = Path(run) / "checkpoints"
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    found: list[Path] = []
+    for _ in range(RESCANS):
+        names = os.listdir(directory)
+        found = [directory / name for name in names if _STEP.fullmatch(name)]
+        found = [path for path in found if path.is_dir()]
+        if found or not names:
+            break  # a list read while one is renamed may show neither the old nor the new one
     return sorted(found, key=step_of)
 
 
@@ -90,19 +108,48 @@ def newest_valid(
     """Return a run's newest whole checkpoint, or None where it has none at all.
 
     Damaged ones on the way are named through `warn`. Where all are damaged that is an error:
-    starting afresh would bury what may still be repaired.
+    starting afresh would bury what may still be repaired. One that its trainer removes meanwhile
+    is not a damaged one: the run is looked at again.
     """
-    found = find_checkpoints(run)
-    for path in reversed(found):
-        try:
-            verify_checkpoint(path)
-            return path
-        except ScratchLMError as error:
-            message = f"{error}; trying the checkpoint before it"
-            warnings.warn(message, stacklevel=2) if warn is None else warn(message)
+    damaged: set[str] = set()
+    for _ in range(RESCANS):
+        found, vanished = find_checkpoints(run), False
+        for path in reversed(found):
+            try:
+                verify_checkpoint(path)
+                return path
+            except ScratchLMError as error:
+                if not path.exists():
+                    vanished = True
+                elif path.name not in damaged:
+                    damaged.add(path.name)
+                    message = f"{error}; trying the checkpoint before it"
+                    warnings.warn(message, stacklevel=2) if warn is None else warn(message)
+        if not vanished:
+            break
+    else:
+        raise ScratchLMError(f"{run}: checkpoints are replaced faster than they can be read")
     if found:
         raise ScratchLMError(f"{run}: all {len(found)} checkpoints are damaged")
     return None
+
+
+def read_newest(
+    run: str | os.PathLike[str],
+    read: Callable[[Path], T],
+    warn: Callable[[str], None] | None = None,
+) -> T | None:
+    """Read a run's newest whole checkpoint, or the next one where it vanishes meanwhile."""
+    for _ in range(RESCANS):
+        path = newest_valid(run, warn)
+        if path is None:
+            return None
+        try:
+            return read(path)
+        except (ScratchLMError, OSError):
+            if path.exists():
+                raise
+    raise ScratchLMError(f"{run}: checkpoints are replaced faster than they can be read")
 
 
 # Reading
@@ -115,39 +162,61 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name, expected in manifest["files"].items():
         file = path / name
         try:
-            size = file.stat().st_size
-            if size != expected["size"]:
-                raise ScratchLMError(
-                    f"{file} is damaged: expected {expected['size']:,} bytes, got {size:,}"
-                )
-            digest = _digest(file)
+            with open_regular(inner_file(path, name)) as content:
+                size = os.fstat(content.fileno()).st_size
+                if size != expected["size"]:
+                    raise ScratchLMError(
+                        f"{file} is damaged: expected {expected['size']:,} bytes, got {size:,}"
+                    )
+                digest = _digest(content)
         except OSError as error:
-            raise ScratchLMError(f"{file} is damaged: {error.strerror}") from None
+            raise ScratchLMError(_gone(path) or f"{file} is damaged: {error.strerror}") from None
+        except ScratchLMError as error:
+            raise ScratchLMError(_gone(path) or str(error)) from None
         if digest != expected["sha256"]:
             raise ScratchLMError(f"{file} is damaged: its sha256 is not the manifest's")
     return manifest
 
 
+def _gone(path: Path) -> str | None:
+    """Say that a checkpoint is not there (any more), if so."""
+    return None if path.is_dir() else f"{path}: no such checkpoint; it may have been removed since"
+
+
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint's manifest: `version`, `step`, `files`, `versions`, `metadata`."""
-    file = Path(path) / MANIFEST
+    path = Path(path)
+    file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
-        if manifest["version"] != FORMAT_VERSION:
-            raise ScratchLMError(
-                f"{file}: format version {manifest['version']} is not {FORMAT_VERSION}"
-            )
-        own = manifest.pop("sha256")
-        plain = all(Path(name).name == name for name in manifest["files"])
-        if own != _manifest_digest(manifest) or not plain:
+        manifest = json.loads(read_bytes(file, MAX_MANIFEST_BYTES))
+        version, own = manifest.get("version"), manifest.pop("sha256", None)
+        if version == FORMAT_VERSION and own != _manifest_digest(manifest):
             raise ValueError
     except FileNotFoundError:
-        raise ScratchLMError(f"{path} is no checkpoint, or is damaged: no {MANIFEST}") from None
+        lost = f"{path} is no checkpoint, or is damaged: no {MANIFEST}"
+        raise ScratchLMError(_gone(path) or lost) from None
     except OSError as error:
-        raise ScratchLMError(f"{file} is damaged: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ScratchLMError(_gone(path) or f"{file} is damaged: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ScratchLMError(f"{file} is damaged: it is not what was written") from None
+    if version != FORMAT_VERSION:
+        raise ScratchLMError(f"{file}: format version {brief(version, 40)} is not {FORMAT_VERSION}")
+    _check_manifest(manifest, file)
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], file: Path) -> None:
+    """Refuse a manifest that nobody damaged, and that we did not write either."""
+    files, metadata = manifest.get("files"), manifest.get("metadata")
+    if not isinstance(files, dict) or not {MODEL, CONFIG} <= files.keys():
+        raise ScratchLMError(f"{file}: files must be a table with at least {MODEL} and {CONFIG}")
+    for name, entry in files.items():
+        plain = Path(name).name == name
+        size = entry.get("size") if isinstance(entry, dict) else None
+        if not plain or type(size) is not int or not isinstance(entry.get("sha256"), str):
+            raise ScratchLMError(f"{file}: {shown(name)} must be a plain name with size and sha256")
+    if not isinstance(metadata, dict):
+        raise ScratchLMError(f"{file}: metadata must be a table; got {shown(metadata)}")
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -174,6 +243,10 @@ def iter_tensors(
         raise ScratchLMError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise ScratchLMError(f"{file} is damaged: {error}") from None
+    except RuntimeError:  # torch's, where it opens the file again
+        if Path(file).exists():
+            raise
+        raise ScratchLMError(f"{file}: no such file") from None
 
 
 # Writing
@@ -184,40 +257,34 @@ def write_checkpoint(
     *,
     model: Mapping[str, Tensor],
     config: ModelConfig,
-    tokenizer_file: str | os.PathLike[str] | None = None,
+    tokenizer_file: str | os.PathLike[str] | bytes | None = None,
     training_state: Mapping[str, Tensor] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint at `directory`, whole or not at all; return its path.
 
-    A whole checkpoint of that name is never overwritten; a damaged one is replaced.
+    `tokenizer_file`: its path, or what it holds. A whole checkpoint of that name is never
+    overwritten; a damaged one is replaced.
     """
     directory = Path(directory)
     step = step_of(directory) if _STEP.fullmatch(directory.name) else None
     if directory.exists() and _is_whole(directory):
         raise ScratchLMError(f"{directory} exists already; a checkpoint is never overwritten")
+    tokenizer = tokenizer_file
+    if tokenizer is not None and not isinstance(tokenizer, bytes):
+        tokenizer = read_bytes(tokenizer, MAX_TOKENIZER_BYTES)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        beside = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        try:
+        with whole_directory(directory) as beside:
             files = {MODEL: write_tensors(beside / MODEL, model)}
             if training_state is not None:
                 files[TRAINING_STATE] = write_tensors(beside / TRAINING_STATE, training_state)
             files[CONFIG] = _write(beside / CONFIG, [to_json(config).encode()])
-            if tokenizer_file is not None:
-                files[TOKENIZER] = _write(beside / TOKENIZER, [Path(tokenizer_file).read_bytes()])
+            if tokenizer is not None:
+                files[TOKENIZER] = _write(beside / TOKENIZER, [tokenizer])
             manifest = _manifest(step, files, dict(metadata or {}))
             _write(beside / MANIFEST, [manifest.encode()])
-            fsync_directory(beside)
             if directory.exists():
                 _set_aside(directory, "old")
-            beside.rename(directory)
-            fsync_directory(directory.parent)
-        except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise
     except OSError as error:
         raise ScratchLMError(
             f"{directory}: the checkpoint could not be written: {error.strerror or error}"
@@ -259,13 +326,15 @@ def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write and fsync one file, hashing on the way."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        nonlocal size
         for piece in pieces:
             digest.update(piece)
             size += len(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            yield piece
+
+    write_file(path, hashed())
     return {"size": size, "sha256": digest.hexdigest()}
 
 
@@ -288,11 +357,10 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _digest(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -336,19 +404,24 @@ def prune_checkpoints(
     gone = [path for path in found[:-keep_last] if step_of(path) not in wanted]
     for path in gone:
         shutil.rmtree(_set_aside(path, "old"))
-    for path in (Path(run) / "checkpoints").glob(".damaged-step-*"):
-        shutil.rmtree(path, ignore_errors=True)
     return gone
 
 
-def clean_leftovers(run: str | os.PathLike[str]) -> list[Path]:
-    """Remove what a crash left half-written or half-removed; return what was there.
+def remove_damaged(run: str | os.PathLike[str]) -> None:
+    """Remove what `set_aside_after` has set aside: the run has a new checkpoint of its own."""
+    for path in (Path(run) / "checkpoints").glob(".damaged-step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def clean_leftovers(run: str | os.PathLike[str]) -> None:
+    """Remove what a crash left half-written or half-removed.
 
     The caller must be the run's only writer.
     """
     directory = Path(run) / "checkpoints"
+    remove_abandoned(directory, f"{PREFIX}*")
+    # `.tmp-…` is what they were called by 0.2.0
     left = [path for kind in ("tmp", "old") for path in directory.glob(f".{kind}-*")]
     for path in left:
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
-    return left

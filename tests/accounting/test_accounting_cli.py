@@ -15,6 +15,7 @@ from scratchlm.cli import app
 from scratchlm.cli.account_models import find_model, parse_bytes, parse_count
 from scratchlm.cli.account_tables import human, seconds_text
 from scratchlm.config import preset, to_json, to_toml
+from scratchlm.errors import ScratchLMError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,7 +28,9 @@ def run(*arguments):
 
 def refusal(*arguments):
     result = CliRunner().invoke(app, ["account", *arguments])
-    assert isinstance(result.exception, ValueError | TypeError | OSError), result.output
+    assert isinstance(result.exception, ValueError | TypeError | OSError | ScratchLMError), (
+        result.output
+    )
     return str(result.exception)
 
 
@@ -144,7 +147,7 @@ def test_a_hugging_face_config_needs_no_weights(tmp_path):
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        ("[]", "must be a table"),
+        ("[]", "a JSON object was expected"),
         ('{"vocab_size": 5}', "missing config key: context_length"),
         ('{"model_type": "gpt2"}', "n_embd is missing"),
         ('{"model_type": "bert"}', "model_type must be one of"),

@@ -209,7 +209,7 @@ def test_checkpoints_of_a_future_that_is_left_are_set_aside_until_a_new_one_stan
     clean_leftovers(tmp_path)
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
     write(tmp_path, 2, weights)
-    prune_checkpoints(tmp_path, keep_last=2)
+    ckpt.remove_damaged(tmp_path)
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
 
 

@@ -59,7 +59,7 @@ def test_attention_weights_leaves_the_model_unchanged():
     ("prompt", "options", "message"),
     [
         ([1], {"best": 0}, r"best must lie in \[1, 61\]; got 0"),
-        ([1], {"temperature": 0}, "temperature must be finite and greater than 0; got 0"),
+        ([1], {"temperature": 0}, "temperature must be finite and at least 1e-06; got 0"),
         ([1] * 49, {}, "the prompt must not exceed context_length=48; got 49 tokens"),
         ([[1], [2]], {}, "one prompt at a time"),
     ],

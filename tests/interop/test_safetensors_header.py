@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.safetensors_file import read_header
-from scratchlm.interop.untrusted import brief, inner_file, listed, parse_json, shown
+from scratchlm.untrusted import brief, inner_file, listed, parse_json, shown
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "F32", "shape": [1, 2], "data_offsets": [8, 16]}

@@ -146,7 +146,7 @@ CASES = {
     "ids not whole": (
         lambda: model()(torch.zeros(1, 3)),
         TypeError,
-        "token ids must be whole numbers; got torch.float32",
+        "token ids must be whole numbers, int64 or int32; got torch.float32",
     ),
     "ids shape": (
         lambda: model()(torch.zeros(3, dtype=torch.long)),
@@ -282,7 +282,7 @@ CASES = {
     "rope positions": (
         lambda: RotaryEmbedding(1e4, 4, 8)(torch.randn(3, 4), torch.arange(2)),
         ValueError,
-        "token_positions must name one position per element of the sequence; got 2 for",
+        "token_positions must name one position per element; got 2 for",
     ),
     "change layout": (
         lambda: change_rope_layout(torch.randn(4, 4), 4, "other"),

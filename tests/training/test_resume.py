@@ -218,7 +218,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path, data):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("tail", [b'{"step": 99, "lo', b"\x00\x00\x00", b'{"step": 31}', b"null\n"])
+@pytest.mark.parametrize("tail", [b'{"step": 99, "lo', b"\x00\x00\x00", b'{"step": 31}'])
 def test_a_truncated_last_log_line_is_dropped(tmp_path, data, tail):
     run_training(tmp_path / "whole", data)
     interrupted(tmp_path / "parts", data, 30)
@@ -254,7 +254,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path, data):
     interrupted(tmp_path, data, 20)
     with pytest.raises(ScratchLMError, match="another model"):
         run_training(tmp_path, data, model=MODEL.replace(num_layers=2))
-    with pytest.raises(ScratchLMError, match="does not fit"):
+    with pytest.raises(ScratchLMError, match=r"train\.ema is 0\.5 in config\.toml and was 0\.0"):
         run_training(tmp_path, data, settings=replace(SETTINGS, ema=0.5))
 
 

@@ -19,6 +19,7 @@ from scratchlm import config as kinds
 from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
 from scratchlm.config import ModelConfig
 from scratchlm.model import TransformerLM
+from scratchlm.model.layers import PositionTables
 from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
 
@@ -68,6 +69,8 @@ def why_not_model(model: TransformerLM) -> str | None:
             return f"{name or 'a model'} that is hooked, replaced, patched or parametrised"
         if not has_fast_ops(module, OP_NAMES):
             return f"user-provided ops in {name or 'the model'}"
+        if isinstance(module, PositionTables) and len(next(module.buffers())) < module.max_seq_len:
+            return "a context longer than its tables of positions"
     for layer in model.layers:
         attn: Any = layer.attn
         biased = {proj.bias is not None for proj in (attn.q_proj, attn.k_proj, attn.v_proj)}

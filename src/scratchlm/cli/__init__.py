@@ -26,6 +26,7 @@ from scratchlm.cli import (
     train,
 )
 from scratchlm.cli.errors import fold, is_for_the_user, one_line
+from scratchlm.cli.terminal import forget_output, open_standard_streams, say
 
 app = typer.Typer(
     name="scratchlm",
@@ -83,7 +84,9 @@ def main() -> None:
     What a user can cause is one line on stderr and exit status 2; a bug shows its traceback.
     """
     try:
+        open_standard_streams()
         status = app(prog_name="scratchlm", standalone_mode=False)
+        sys.stdout.flush()
     except _UsageError as error:
         _explain(error)
         raise SystemExit(2) from None
@@ -92,7 +95,8 @@ def main() -> None:
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say(f"error: {one_line(error)}", err=True)
+        forget_output()
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
 
@@ -103,7 +107,4 @@ def _explain(error: Any) -> None:
         error.show()
         return
     command = error.ctx.command_path if error.ctx else "scratchlm"
-    print(
-        f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help",
-        file=sys.stderr,
-    )
+    say(f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help", err=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.terminal import say, write_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -174,9 +176,9 @@ def _show(
     if plot is not None:
         account_output.plot_account(name, result, convention, plot)
     if output == "json":
-        typer.echo(account_output.account_json(result))
+        say(account_output.account_json(result))
     elif output == "csv":
-        typer.echo(account_output.account_csv(result), nl=False)
+        write_output(account_output.account_csv(result))
     else:
         console = _console()
         account_tables.print_header(console, name, config)
@@ -192,7 +194,7 @@ def _show(
         if result.training is not None and learns:
             account_tables.print_training(console, result.training)
     if plot is not None:
-        typer.echo(f"wrote {plot}", err=True)
+        say(f"wrote {plot}", err=True)
 
 
 def _write_page(
@@ -206,14 +208,15 @@ def _write_page(
 ) -> None:
     from scratchlm import accounting
     from scratchlm.accounting.page import account_page
+    from scratchlm.durable import write_atomically
 
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"a page must end in .html; got {path}")
     # validate: the page must not open with settings that the tables refuse
     accounting.account(config, setup, machine=machine, convention=convention, **money)
     page = account_page(name, config, setup, machine=machine, convention=convention, **money)
-    path.write_text(page, encoding="utf-8")
-    typer.echo(f"wrote {path}", err=True)
+    write_atomically(path, page.encode())
+    say(f"wrote {path}", err=True)
 
 
 def _rows(
@@ -244,14 +247,14 @@ def _show_rows(first: str, rows: list[Summary], output: str, plot: Path | None) 
     if plot is not None:
         account_output.plot_summaries(first, rows, plot)
     if output == "json":
-        typer.echo(account_output.summaries_json(rows))
+        say(account_output.summaries_json(rows))
     elif output == "csv":
-        typer.echo(account_output.summaries_csv(first, rows), nl=False)
+        write_output(account_output.summaries_csv(first, rows))
     else:
         title = "Models side by side" if first == "model" else f"Sweep of {first}"
         account_tables.print_summaries(_console(), title, first, rows)
     if plot is not None:
-        typer.echo(f"wrote {plot}", err=True)
+        say(f"wrote {plot}", err=True)
 
 
 def _fits(name: str, config: ModelConfig, setup: Setup, memory: str, output: str) -> None:
@@ -275,12 +278,12 @@ def _fits(name: str, config: ModelConfig, setup: Setup, memory: str, output: str
             }
             for kind, found in answers.items()
         }
-        typer.echo(json.dumps(table, indent=2))
+        say(json.dumps(table, indent=2))
         return
     if output == "csv":
-        typer.echo("kind,memory,needed,batch,context,parameters")
+        say("kind,memory,needed,batch,context,parameters")
         for kind, f in answers.items():
-            typer.echo(f"{kind},{f.memory},{f.needed},{f.batch},{f.context},{f.parameters}")
+            say(f"{kind},{f.memory},{f.needed},{f.batch},{f.context},{f.parameters}")
         return
     console = _console()
     account_tables.print_header(console, name, config)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
@@ -33,18 +32,14 @@ def _config_in(folder: Path) -> Path:
         return folder / "config.json"
     from scratchlm import checkpoint  # needs torch
 
-    newest = checkpoint.newest_valid(folder)
-    return (newest or folder) / checkpoint.CONFIG
+    return (checkpoint.newest_valid(folder) or folder) / checkpoint.CONFIG
 
 
 def _read_json(path: Path) -> ModelConfig:
     """Read our config, or, where it names a model_type, a Hugging Face one."""
+    table = read_json(path, MAX_CONFIG_BYTES)
     try:
-        table: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    try:
-        if isinstance(table, dict) and ("model_type" in table or "architectures" in table):
+        if "model_type" in table or "architectures" in table:
             from scratchlm.interop import from_hf_config
 
             return from_hf_config(table)

@@ -12,6 +12,7 @@ from typing import Any
 
 from scratchlm.accounting import Account, Item, Summary, component_shares
 from scratchlm.config import to_dict
+from scratchlm.durable import write_atomically
 
 _COLUMNS = ("section", "item", "symbols", "numbers", "value", "unit", "share", "times")
 
@@ -187,8 +188,10 @@ def _figure(width: float, height: float, rows: int, columns: int = 1) -> tuple[A
 
 
 def _save(figure: Any, path: Path) -> None:
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in figure.canvas.get_supported_filetypes():
         words = ", ".join(f".{word}" for word in ("png", "svg", "pdf"))
         raise ValueError(f"a plot must end in {words}; got {path}")
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format=kind)
+    write_atomically(path, content.getvalue())

@@ -20,6 +20,7 @@ from scratchlm.accounting import (
     Training,
 )
 from scratchlm.accounting.pool import PAGE_SIZE
+from scratchlm.cli.terminal import visible
 from scratchlm.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def print_header(console: Console, name: str, config: ModelConfig) -> None:
         f"{', '.join(type(kind).__name__ for kind in kinds)}"
         f"{', tied' if config.tie_embeddings else ''}"
     )
-    console.print(Text(name, style="bold"), Text(text), sep="  ")
+    console.print(Text(visible(name), style="bold"), Text(text), sep="  ")
 
 
 def print_tree(
@@ -311,7 +312,7 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
     for row in rows:
         shares = [f"{row.shares[name]:.1%}" for name in parts] if wide else []
         table.add_row(
-            row.name,
+            Text(visible(row.name)),
             human(row.parameters),
             human(row.flops),
             *shares,
@@ -326,7 +327,8 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
             "Shares of the FLOPs", (first, "left"), *((name, "right") for name in parts)
         )
         for row in rows:
-            shares_table.add_row(row.name, *(f"{row.shares[name]:.1%}" for name in parts))
+            shares = [f"{row.shares[name]:.1%}" for name in parts]
+            shares_table.add_row(Text(visible(row.name)), *shares)
         console.print(shares_table)
     console.print()
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from scratchlm.cli.terminal import write_output
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
@@ -45,4 +47,4 @@ def config(
 
     path = Path(model)
     resolved = load_config(path) if path.suffix in (".toml", ".json") else preset(model)
-    typer.echo(to_json(resolved) if json else to_toml(resolved), nl=False)
+    write_output(to_json(resolved) if json else to_toml(resolved))

@@ -1,15 +1,18 @@
 """Which errors are for the user, one line and status 2, and which are bugs, with their traceback.
 
-An error is for the user if it was raised for them: a `ScratchLMError`, an error of the operating
-system about a file, or a ValueError or TypeError from a `raise` statement of ours. A ValueError
-that comes out of `int(…)`, torch or json, where nobody expected it, is a bug.
+The one rule for what a user or a file can cause. An error is for the user if it was raised for
+them: a `ScratchLMError`, an error of the operating system about a file, or a ValueError or
+TypeError from a `raise` statement of ours. So is a memory that is too small, wherever it is
+noticed. A ValueError that comes out of `int(…)`, torch or json, where nobody expected it, is a bug.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 from opcode import opmap
 
+from scratchlm.cli.terminal import visible
 from scratchlm.errors import ScratchLMError
 
 PACKAGE = __name__.partition(".")[0]
@@ -19,11 +22,20 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # a write names no file
 
 def is_for_the_user(error: BaseException) -> bool:
     """Say whether an error was raised for the user, and not by a mistake in our code."""
-    if isinstance(error, ScratchLMError):
+    if isinstance(error, ScratchLMError) or is_out_of_memory(error):
         return True
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL_DISK):
         return True
     return isinstance(error, (ValueError, TypeError, OSError)) and raised_on_purpose(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether something did not fit in memory, as Python, numpy or torch say it."""
+    torch_says = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in torch_says)
+    )
 
 
 def raised_on_purpose(error: BaseException) -> bool:
@@ -42,7 +54,11 @@ def raised_on_purpose(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Say an error on one line."""
+    """Say an error on one line that cannot control a terminal."""
+    if is_out_of_memory(error):
+        found = re.search(r"allocate ([\d.]+ ?[A-Za-z]+)", str(error))
+        size = f": {found[1]} more were asked for" if found else ""
+        return f"not enough memory{size}; a smaller batch, context or model needs less"
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.filename}: " if error.filename else ""
         return fold(f"{what}{error.strerror}")
@@ -50,5 +66,5 @@ def one_line(error: BaseException) -> str:
 
 
 def fold(text: str) -> str:
-    """Fold white space, so that a text fits on one line."""
-    return " ".join(text.split())
+    """Fold white space, so that a text fits on one line, and show control characters."""
+    return visible(" ".join(text.split()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from scratchlm.cli.terminal import say, visible
 
 if TYPE_CHECKING:
     from scratchlm.training import Plan
@@ -45,7 +46,7 @@ def evaluate(
         model,
         device=choose_device(device),
         accelerate=accelerate,
-        warn=lambda text: print(f"warning: {text}", file=sys.stderr),
+        warn=lambda text: say(f"warning: {text}", err=True),
     )
     context = context_length or min(loaded.config.context_length, 1024)
     if context > loaded.config.context_length:
@@ -82,12 +83,12 @@ def evaluate(
         "checkpoint": str(loaded.source),
     }
     if as_json:
-        typer.echo(json.dumps(figures))
+        say(json.dumps(figures))
         return
     for name, value in figures.items():
         shown = f"{value:,.4f}" if isinstance(value, float) else value
         shown = f"{value:,}" if isinstance(value, int) else shown
-        typer.echo(f"{name.replace('_', ' '):<14} {'unknown' if value is None else shown}")
+        say(f"{name.replace('_', ' '):<14} {'unknown' if value is None else shown}")
 
 
 def compare(
@@ -97,8 +98,10 @@ def compare(
     """Draw the loss curves of several runs together, and print where they ended."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from scratchlm.accounting import count_parameters
+    from scratchlm.durable import write_atomically
     from scratchlm.training import read_metrics, read_plan
     from scratchlm.training.plots import draw_comparison
 
@@ -116,7 +119,7 @@ def compare(
         held_out = [record for record in records if record.get("val_loss") is not None]
         best = min(held_out, key=lambda record: record["val_loss"], default=None)
         table.add_row(
-            name,
+            Text(visible(name)),
             f"{count_parameters(plans[path].model).unique:,}",
             f"{steps[-1]['step']:,}" if steps else "0",
             f"{steps[-1]['loss']:.4f}" if steps else "",
@@ -126,8 +129,8 @@ def compare(
             ", ".join(_differences(base, plans[path])),
         )
     Console(width=None if Console().is_terminal else 160).print(table)
-    out.write_bytes(draw_comparison(dict(zip(short, logs.values(), strict=True))))
-    typer.echo(out)
+    write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
+    say(out)
 
 
 def _differences(base: Plan, other: Plan) -> list[str]:

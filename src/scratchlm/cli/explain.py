@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from scratchlm.cli.terminal import say
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's command."""
@@ -32,6 +34,7 @@ def explain(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from scratchlm import acceleration
     from scratchlm.errors import ScratchLMError
@@ -50,12 +53,12 @@ def explain(
     found = [(r.layer.replace("layers.0", "layers.*") or "model", r.fusion, r.reason) for r in rows]
     if as_json:
         keys = ("layer", "fusion", "reason")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))
+        say(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))
         return
     table = Table("layer", "fusion", "runs, or why not", box=None, pad_edge=False)
     last = ""
     for layer, fusion, reason in found:
-        state = "[green]runs[/green]" if reason is None else f"[dim]{reason}[/dim]"
+        state = Text("runs", "green") if reason is None else Text(reason, "dim")
         table.add_row(layer if layer != last else "", fusion, state)
         last = layer
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.terminal import say, visible, write_output
+
 if TYPE_CHECKING:
     from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
 
@@ -57,7 +59,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; repeatable.")] = None,
     ignore_end: Annotated[bool, typer.Option(help="Go on past end-of-text.")] = False,
     seed: Seed = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
+    num_samples: Annotated[
+        int, typer.Option(min=1, max=65_536, help="How many continuations.")
+    ] = 1,
     beam: Annotated[int | None, typer.Option(help="Search with this many beams instead.")] = None,
     length_penalty: Annotated[float, typer.Option(help="With --beam: score / length^this.")] = 1.0,
     past_context: Annotated[
@@ -191,7 +195,7 @@ def chat(
     if sys.stdin.isatty():
         import readline  # noqa: F401 (input() gets a line one can edit, and a history)
 
-        typer.echo(f"{loaded.source}  format {chosen.name}  Ctrl-C stops, Ctrl-D leaves", err=True)
+        say(f"{loaded.source}  format {chosen.name}  Ctrl-C stops, Ctrl-D leaves", err=True)
     while (line := _next_line()) is not None:
         if not line.strip():
             continue
@@ -200,7 +204,7 @@ def chat(
                 loaded, chosen, [*messages, Message("user", line)], sampling, max_new_tokens, seed
             )
         except ValueError as error:  # a message that does not fit: report it and continue
-            typer.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
 
 
 def _next_line() -> str | None:
@@ -210,10 +214,10 @@ def _next_line() -> str | None:
             return input("> " if sys.stdin.isatty() else "")
         except EOFError:
             if sys.stdin.isatty():
-                typer.echo()
+                say()
             return None
         except KeyboardInterrupt:
-            typer.echo("\nCtrl-D leaves", err=True)
+            say("\nCtrl-D leaves", err=True)
 
 
 def _answer(
@@ -232,7 +236,7 @@ def _answer(
     reserve = max_new_tokens or max(context // 4, 1)
     kept = what_fits(chat, messages, tokenizer, context - reserve)
     if len(kept) < len(messages):
-        typer.echo("(the oldest turns no longer fit the context and are forgotten)", err=True)
+        say("(the oldest turns no longer fit the context and are forgotten)", err=True)
     pieces: list[str] = []
     try:
         for piece in stream(
@@ -247,12 +251,12 @@ def _answer(
             accelerate=loaded.accelerate,
         ):
             pieces.append(piece.text)
-            _write(piece.text)
+            write_output(piece.text)
             if piece.finish_reason == "length":
-                typer.echo(" […]", nl=False)
+                write_output(" […]")
     except KeyboardInterrupt:
-        typer.echo(" [stopped]", nl=False)
-    typer.echo()
+        write_output(" [stopped]")
+    say()
     return [*kept, Message("assistant", "".join(pieces))]
 
 
@@ -262,12 +266,12 @@ def _answer(
 def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
     terminal = sys.stdout.isatty()
     if terminal:
-        typer.secho(_escape_control(prompt), dim=True, nl=False)
+        typer.secho(visible(prompt), dim=True, nl=False)
     count, begin = 0, time.perf_counter()
     for piece in pieces:
         count += 1
-        _write(piece.text)
-    typer.echo()
+        write_output(piece.text)
+    say()
     if terminal:
         rate = count / (time.perf_counter() - begin)
         typer.secho(f"{count} tokens, {rate:.1f} tokens/s", dim=True, err=True)
@@ -289,25 +293,13 @@ def _print_when_done(prompt: str, pieces: Iterable[Piece], as_json: bool) -> Non
 
 def _print_whole(index: int, prompt: str, text: str, record: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"prompt": prompt, **record}, ensure_ascii=False))
+        say(json.dumps({"prompt": prompt, **record}, ensure_ascii=False))
         return
     if index:
-        typer.echo("---")
+        say("---")
     if sys.stdout.isatty():
-        typer.secho(_escape_control(prompt), dim=True, nl=False)
-        text = _escape_control(text)
-    typer.echo(text)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(_escape_control(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
-
-
-def _escape_control(text: str) -> str:
-    """Replace control characters by their pictures: output must not control the terminal."""
-    picture = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-    return text.translate({**picture, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})
+        typer.secho(visible(prompt), dim=True, nl=False)
+    say(text)
 
 
 def _bar(share: float, width: int) -> str:
@@ -339,20 +331,16 @@ def _bias(given: list[str]) -> dict[int, float]:
 def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
     import torch
 
+    from scratchlm.cli.train import choose_device
     from scratchlm.inference import load_model
 
     kinds = {"stored": None, "float32": torch.float32}
     kinds |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise ValueError(f"--dtype must be one of {', '.join(kinds)}; got {dtype!r}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or auto; got {device!r}")
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device; this machine has none")
 
     def warn(message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
+        say(f"warning: {message}", err=True)
 
-    return load_model(model, device=device, dtype=kinds[dtype], accelerate=accelerate, warn=warn)
+    where = choose_device(device)
+    return load_model(model, device=where, dtype=kinds[dtype], accelerate=accelerate, warn=warn)

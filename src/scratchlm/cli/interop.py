@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.terminal import say
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def import_(
         },
     )
     tokenizer = "with its tokenizer" if source.tokenizer_file else "no tokenizer.json there"
-    typer.echo(f"{out}: {source.model_type}, {_size(source.shapes)} parameters, {tokenizer}")
+    say(f"{out}: {source.model_type}, {_size(source.shapes)} parameters, {tokenizer}")
 
 
 def export(
@@ -88,12 +89,26 @@ def export(
 
     The family is the one that can represent the model; if none can, the reason is named.
     """
+    from scratchlm.checkpoint import is_checkpoint, read_newest, verify_checkpoint
+    from scratchlm.errors import ScratchLMError
+
+    if not 0 < max_shard_gb < math.inf:
+        raise ValueError(f"--max-shard-gb must be finite and above 0; got {max_shard_gb}")
+    if is_checkpoint(checkpoint):
+        verify_checkpoint(checkpoint)
+        told: str | None = _export(checkpoint, hf_dir, dtype, max_shard_gb)
+    else:
+        told = read_newest(checkpoint, lambda found: _export(found, hf_dir, dtype, max_shard_gb))
+    if told is None:
+        raise ScratchLMError(f"{checkpoint} is neither a checkpoint nor a run with checkpoints")
+    say(told)
+
+
+def _export(source: Path, hf_dir: Path, dtype: _DType | None, max_shard_gb: float) -> str:
+    """Write a verified checkpoint as a Hugging Face directory; return what was written."""
     from scratchlm.checkpoint import read_config, read_manifest, read_tensors
     from scratchlm.interop import to_hf_config, write_hf
 
-    if not max_shard_gb > 0:
-        raise ValueError(f"--max-shard-gb must be greater than 0; got {max_shard_gb}")
-    source = _find(checkpoint)
     config = read_config(source)
     family = to_hf_config(config)["model_type"]
     tokenizer = source / "tokenizer.json"
@@ -108,21 +123,7 @@ def export(
         max_shard_bytes=max(1, int(max_shard_gb * 1e9)),
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_note(hf_dir)}")
-
-
-def _find(path: Path) -> Path:
-    """Return the verified checkpoint a path names: itself, or a run's newest valid one."""
-    from scratchlm.checkpoint import is_checkpoint, newest_valid, verify_checkpoint
-    from scratchlm.errors import ScratchLMError
-
-    if is_checkpoint(path):
-        verify_checkpoint(path)
-        return path
-    found = newest_valid(path)
-    if found is None:
-        raise ScratchLMError(f"{path} is neither a checkpoint nor a run with checkpoints")
-    return found
+    return f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_note(hf_dir)}"
 
 
 def _tokenizer_note(directory: Path) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.terminal import say
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
@@ -88,7 +90,7 @@ def prepare(
                 progress=bars.update,
             )
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on from here", err=True)
+        say("stopped; the same command goes on from here", err=True)
         raise
     _print(prepared)
 
@@ -132,14 +134,14 @@ class _Bars:
 
 def _print(prepared: Prepared) -> None:
     for note in prepared.notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     if prepared.resumed_parts == prepared.parts:
-        typer.echo("already prepared: nothing was left to do", err=True)
+        say("already prepared: nothing was left to do", err=True)
     elif prepared.resumed_parts:
         done, parts = prepared.resumed_parts, prepared.parts
-        typer.echo(f"went on after {done:,} of {parts:,} parts", err=True)
+        say(f"went on after {done:,} of {parts:,} parts", err=True)
     for side, info in (("train", prepared.train), ("val", prepared.val)):
         if info is not None:
             documents = "" if info.documents is None else f"  {info.documents:>9,} documents"
             path = prepared.out / f"{side}.bin"
-            typer.echo(f"{side:<5} {info.count:>15,} tokens{documents}  {info.dtype}  {path}")
+            say(f"{side:<5} {info.count:>15,} tokens{documents}  {info.dtype}  {path}")

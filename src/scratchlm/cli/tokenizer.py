@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.terminal import say, write_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -91,9 +93,9 @@ def train(
             raise ValueError(f"nothing to learn from: {', '.join(files)} is empty")
         tokenizer = Tokenizer(vocab, merges, special, pattern)
     path = tokenizer.save(out)
-    typer.echo(f"{path}: {tokenizer.vocab_size:,} tokens")
+    say(f"{path}: {tokenizer.vocab_size:,} tokens")
     if vocab_size is not None and tokenizer.vocab_size < vocab_size:
-        typer.echo(
+        say(
             f"note: the text has no pair left to merge; {vocab_size:,} tokens were asked for",
             err=True,
         )
@@ -132,9 +134,8 @@ def decode(
         for number in word.replace(",", " ").split():
             if not number.isascii() or not number.isdigit() or len(number) > 12:
                 raise ValueError(f"a token id must be a number; got {number[:40]!r}")
-            sys.stdout.write(decoder.push(int(number)))
-    sys.stdout.write(decoder.finish())
-    sys.stdout.flush()
+            write_output(decoder.push(int(number)), flush=False)
+    write_output(decoder.finish())
 
 
 def show(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.terminal import say
 from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
@@ -180,12 +181,15 @@ def _train(
     _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
     if outcome.progress.best_step not in (None, outcome.progress.step):
         _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
-    typer.echo(write_report(args.out))
+    try:
+        say(write_report(args.out))
+    except ScratchLMError as error:  # the model is trained and saved all the same
+        _say(f"warning: no report was written: {error}")
     return 0
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, err=True)
 
 
 def choose_device(name: str) -> torch.device:
@@ -197,10 +201,9 @@ def choose_device(name: str) -> torch.device:
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}") from None
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: there is no CUDA device here")
     if device.type == "cuda" and device.index is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from scratchlm.cli.terminal import visible
 from scratchlm.training.loop import Watcher
 from scratchlm.training.report import duration
 
@@ -50,7 +51,7 @@ class TrainingConsole(Watcher):
 
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(visible(text), markup=False, soft_wrap=True)
 
     def stepped(self, record: dict[str, Any]) -> None:
         """Update the bar, or print a line every LINE_SECONDS."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +22,13 @@ from scratchlm.training.choosing import (
     fit_in_memory,
 )
 from scratchlm.training.plan import DataFiles, Plan, read_plan
-from scratchlm.training.settings import TrainConfig, merge, parse_count
+from scratchlm.training.settings import CHANGEABLE, TrainConfig, merge, parse_count
+from scratchlm.untrusted import read_toml
 
 if TYPE_CHECKING:
     from scratchlm.tokenizer import CharTokenizer, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# What may change between two lives of a run.
-CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -97,22 +95,19 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
                 f"train.{name} cannot change in a run that was begun "
                 f"(only {', '.join(sorted(CHANGEABLE))} may); it is {getattr(plan.train, name)!r}"
             )
-    return replace(plan, train=settings)
+    lasting = {name: getattr(settings, name) for name in changes.keys() & CHANGEABLE}
+    return replace(
+        plan, train=settings, changed=frozenset({**dict(plan.changed), **lasting}.items())
+    )
 
 
 def _config_tables(args: TrainArgs) -> dict[str, Any]:
     """Read --config (sections, or a model alone) and lay the overrides over it."""
     tables: dict[str, Any] = {}
     if args.config is not None:
-        try:
-            text = args.config.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.config}: not UTF-8 text: {error}") from None
-        sections = {}
-        if args.config.suffix == ".toml":
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                sections = tomllib.loads(text)
+        sections = read_toml(args.config) if args.config.suffix == ".toml" else {}
         if sections.keys() & {"model", "train", "data"}:
+            sections.pop("changed", None)  # the past of another run
             unknown = sections.keys() - {"model", "train", "data"}
             if unknown:
                 raise ValueError(f"{args.config}: unknown config key: {min(unknown)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +29,8 @@ from scratchlm.config.parts import (
     SwiGLU,
     YarnScaling,
 )
+from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json, read_toml
 
 # The values of a table's `type`, for each field that holds a table.
 _KINDS: dict[str, dict[str, type]] = {
@@ -79,17 +80,19 @@ def to_toml(config: ModelConfig) -> str:
 def load_config(path: str | Path) -> ModelConfig:
     """Read a config from a `.toml` or `.json` file."""
     path = Path(path)
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"a config file must end in .toml or .json; got {path}")
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
-            return from_dict(tomllib.loads(text))
-        if path.suffix == ".json":
-            return from_dict(json.loads(text))
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
+            table = read_toml(path)
+        else:
+            table = read_json(path, MAX_CONFIG_BYTES)
+    except ScratchLMError as error:
+        raise ValueError(str(error)) from None
+    try:
+        return from_dict(table)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    raise ValueError(f"a config file must end in .toml or .json; got {path}")
 
 
 def toml_text(table: dict[str, Any], prefix: str = "") -> str:

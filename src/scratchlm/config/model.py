@@ -10,6 +10,7 @@ from scratchlm.config.parts import (
     Attention,
     FeedForward,
     Norm,
+    NTKScaling,
     Positions,
     RMSNorm,
     Rotary,
@@ -104,6 +105,12 @@ class ModelConfig:
         if isinstance(self.positions, Rotary) and self.d_head % 2:
             raise ValueError(
                 f"d_head must be even to rotate pairs of channels; got d_head={self.d_head}"
+            )
+        scaling = self.positions.scaling if isinstance(self.positions, Rotary) else None
+        if isinstance(scaling, NTKScaling) and self.d_head == 2:
+            raise ValueError(
+                "d_head must be greater than 2 with NTK scaling, whose exponent is "
+                f"d_head / (d_head - 2); got d_head={self.d_head}"
             )
         if isinstance(self.positions, Sinusoidal) and self.d_model % 2:
             raise ValueError(

@@ -34,12 +34,18 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must lie between 1 and {SIZE_LIMITS[name]}; got {name}={value}")
 
 
+# Models compute in float32: a smaller number is 0 there, a larger one infinite.
+SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
+
+
 def check_number(name: str, value: object, *, above: float) -> None:
-    """Refuse anything but a finite number greater than `above`."""
+    """Refuse anything but a finite number greater than `above`, within float32's range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {name}={value!r}")
     if not (math.isfinite(value) and value > above):
         raise ValueError(f"{name} must be finite and greater than {above:g}; got {name}={value}")
+    if not (value == 0 or SMALLEST <= abs(value) <= LARGEST):
+        raise ValueError(f"{name} must be a number that float32 can hold; got {name}={value}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -128,6 +134,11 @@ class Rotary:
     def __post_init__(self) -> None:
         check_number("theta", self.theta, above=0)
         check_choice("layout", self.layout, ("interleaved", "half"))
+        if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
+            raise ValueError(
+                f"theta must be greater than 1 with YaRN, which divides by its logarithm; got "
+                f"theta={self.theta}"
+            )
 
 
 @dataclass(frozen=True)

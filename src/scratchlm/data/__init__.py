@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scratchlm.data.plan import Progress as Progress
     from scratchlm.data.preparation import Prepared as Prepared
     from scratchlm.data.preparation import prepare as prepare
+    from scratchlm.data.preparation import tokenizer_fingerprint as tokenizer_fingerprint
     from scratchlm.data.sources import iter_documents as iter_documents
     from scratchlm.data.token_file import TokenFile as TokenFile
     from scratchlm.data.token_file import TokenFileInfo as TokenFileInfo
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "prepare": "preparation",
     "Prepared": "preparation",
+    "tokenizer_fingerprint": "preparation",
     "Progress": "plan",
     "iter_documents": "sources",
     "TokenFile": "token_file",

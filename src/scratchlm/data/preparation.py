@@ -104,6 +104,11 @@ def _check_options(
         raise ValueError(f"workers must be >= 1; got {workers}")
 
 
+def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return the fingerprint that a tokenizer's token files carry."""
+    return _load(path).fingerprint()
+
+
 def _load(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
@@ -139,6 +144,10 @@ def _work_folder(out: Path) -> Iterator[Path]:
         try:
             yield folder
         except WorkerDiedError:
+            raise
+        except OSError as error:  # a full disk names no file; what is done is kept
+            if error.filename is None:
+                raise OSError(error.errno, error.strerror or str(error), str(out)) from None
             raise
         except (ScratchLMError, ValueError, TypeError):
             partials = [path.stat().st_size for path in folder.glob("*.partial")]
@@ -179,8 +188,8 @@ def _find_finished(out: Path, plan: Plan, overwrite: bool) -> Prepared | None:
         return Prepared(out, infos["train"], infos.get("val"), 0, count, count)
     if not overwrite:
         raise ScratchLMError(
-            f"{out} holds token files made from other sources or options; "
-            "choose another folder or allow it with overwrite (--overwrite)"
+            f"{out} holds token files made from other sources or options; choose another "
+            "folder, or have them replaced by `scratchlm prepare --overwrite`"
         )
     return None
 

@@ -94,7 +94,8 @@ def _source(path: str, kind: str | None) -> Source:
     kind = kind or _SUFFIXES.get(suffix, "text")
     if kind == "parquet" and gzipped:
         raise ScratchLMError(f"{path}: a Parquet file is compressed within; unpack the .gz first")
-    return Source(path, path, kind, gzipped, status.st_size)
+    name = os.fsencode(path).decode("utf-8", "backslashreplace")  # it need not be UTF-8
+    return Source(name, path, kind, gzipped, status.st_size)
 
 
 @dataclass(frozen=True)

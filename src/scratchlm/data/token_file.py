@@ -23,6 +23,7 @@ import numpy as np
 
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import MAX_SIDECAR_BYTES, open_regular, read_text
 
 FORMAT_VERSION = 1
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -123,15 +124,13 @@ def read_sidecar(path: str | os.PathLike[str]) -> TokenFileInfo:
     """Read and check the sidecar of a token file."""
     data, sidecar = token_paths(path)
     try:
-        text = sidecar.read_text(encoding="utf-8")
+        text = read_text(sidecar, MAX_SIDECAR_BYTES)
     except FileNotFoundError:
         if data.exists():
             raise ScratchLMError(
                 f"{data} has no {sidecar.name} beside it: it was not finished, or is no token file"
             ) from None
         raise ScratchLMError(f"{data}: no such token file") from None
-    except UnicodeDecodeError:
-        raise ScratchLMError(f"{sidecar}: not a token file's sidecar: not UTF-8") from None
     try:
         return TokenFileInfo.from_dict(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -165,7 +164,8 @@ class TokenFile:
                 f"the model's vocab_size is {vocab_size}"
             )
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            with open_regular(self.path) as file:
+                self._fd = os.dup(file.fileno())
         except FileNotFoundError:
             raise ScratchLMError(f"{self.path}: the sidecar is there, the data is not") from None
         try:

@@ -30,6 +30,7 @@ from scratchlm.inference.rows import FinishReason
 from scratchlm.model import TransformerLM
 
 EarlyStopping = bool | Literal["never"]
+MAX_BEAMS, MAX_PENALTY = 4096, 30
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ def beam_search(
         raise ValueError(f"beam search takes one prompt at a time; got {len(rows)}")
     if num_beams < 1:
         raise ValueError(f"num_beams must be at least 1; got num_beams={num_beams}")
+    if num_beams > MAX_BEAMS:
+        raise ValueError(f"num_beams must not exceed {MAX_BEAMS:,}; got num_beams={num_beams:,}")
+    if not abs(length_penalty) <= MAX_PENALTY:  # length^penalty must stay a number
+        raise ValueError(
+            f"length_penalty must lie in [-{MAX_PENALTY}, {MAX_PENALTY}]; got {length_penalty}"
+        )
     if early_stopping not in (True, False, "never"):
         raise ValueError(
             f"early_stopping must be True, False or 'never'; got early_stopping={early_stopping!r}"

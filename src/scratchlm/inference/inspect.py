@@ -16,6 +16,7 @@ from torch import Tensor
 from scratchlm.inference.decoding import prefill
 from scratchlm.inference.prompts import AnyTokenizer, Prompts, prompt_rows
 from scratchlm.inference.rows import UNKNOWN
+from scratchlm.inference.sampling import MIN_TEMPERATURE
 from scratchlm.model import MultiHeadSelfAttention, TransformerLM
 
 
@@ -43,8 +44,10 @@ def next_tokens(
         raise ValueError(f"next tokens are shown for one prompt at a time; got {len(rows)}")
     if not 1 <= best <= model.config.vocab_size:
         raise ValueError(f"best must lie in [1, {model.config.vocab_size}]; got {best}")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be finite and greater than 0; got {temperature}")
+    if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
+        raise ValueError(
+            f"temperature must be finite and at least {MIN_TEMPERATURE:g}; got {temperature}"
+        )
     if len(rows[0]) > model.config.context_length:
         raise ValueError(
             f"the prompt must not exceed context_length={model.config.context_length}; "

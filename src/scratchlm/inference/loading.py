@@ -23,7 +23,7 @@ from scratchlm import acceleration, checkpoint
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
-from scratchlm.interop import is_hf_directory, read_hf
+from scratchlm.interop import check_stored, is_hf_directory, read_hf
 from scratchlm.model import TransformerLM
 from scratchlm.tokenizer import load_tokenizer
 
@@ -79,10 +79,10 @@ def _load(
         checkpoint.verify_checkpoint(path)
         return _load_ours(path, dtype, build)
     if checkpoint.find_checkpoints(path):
-        newest = checkpoint.newest_valid(path, warn)
+        newest = checkpoint.read_newest(path, lambda one: _load_ours(one, dtype, build), warn)
         if newest is None:
             raise ScratchLMError(f"{path}: the run has no whole checkpoint")
-        return _load_ours(newest, dtype, build)
+        return newest
     if is_hf_directory(path):
         return _load_hf(path, dtype, build)
     raise ScratchLMError(
@@ -92,12 +92,13 @@ def _load(
 
 def _load_ours(path: Path, dtype: torch.dtype | None, build: Build) -> Loaded:
     config = checkpoint.read_config(path)
+    check_stored(config, path / checkpoint.MODEL)  # before anything is built
     stored = checkpoint.iter_tensors(path / checkpoint.MODEL)
     first = next(stored, None)
     if first is None:
         raise ScratchLMError(f"{path / checkpoint.MODEL}: holds no tensors")
     model = build(config, dtype or first[1].dtype)
-    _fill(model.state_dict(), chain([first], stored), path / checkpoint.MODEL)
+    _fill(model.state_dict(), chain([first], stored))
     tokenizer, problem = _tokenizer_in(path)
     imported = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
     eos_ids = tuple(imported or default_eos_ids(tokenizer))
@@ -152,19 +153,9 @@ def _lay_in_large_pages(model: TransformerLM) -> None:
 
 
 @torch.no_grad()
-def _fill(state: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], file: Path) -> None:
-    missing = dict(state)
-    for name, tensor in tensors:
-        target = missing.pop(name, None)
-        if target is None:
-            raise ScratchLMError(f"{file}: unexpected tensor {name!r:.80}")
-        if target.shape != tensor.shape:
-            raise ScratchLMError(
-                f"{file}: {name} must have shape {tuple(target.shape)}; got {tuple(tensor.shape)}"
-            )
-        target.copy_(tensor)
-    if missing:
-        raise ScratchLMError(f"{file}: {len(missing)} tensors are missing, first {min(missing)}")
+def _fill(state: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:  # names and shapes were compared before
+        state[name].copy_(tensor)
 
 
 def _tokenizer_in(path: Path) -> tuple[AnyTokenizer | None, str]:

@@ -39,6 +39,9 @@ def _check(
     raise ValueError(f"{name} {rule}; got {name}={value}")
 
 
+MIN_TEMPERATURE = 1e-6  # logits divided by less overflow; there it is greedy long since
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. The defaults leave the model's distribution as it is."""
@@ -55,6 +58,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, low=0)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}; got "
+                f"temperature={self.temperature}"
+            )
         _check("top_p", self.top_p, low=0, high=1, open_low=True)
         _check("min_p", self.min_p, low=0, high=1)
         _check("typical", self.typical, low=0, high=1, open_low=True)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scratchlm.interop.hf_config import from_hf_config, to_hf_config
+    from scratchlm.interop.matching import check_stored
     from scratchlm.interop.reading import HFCheckpoint, is_hf_directory, read_hf
     from scratchlm.interop.writing import write_hf
 
 __all__ = [
     "HFCheckpoint",
+    "check_stored",
     "from_hf_config",
     "is_hf_directory",
     "read_hf",
@@ -28,6 +30,7 @@ __all__ = [
 
 _MODULE_OF = {
     "HFCheckpoint": "reading",
+    "check_stored": "matching",
     "is_hf_directory": "reading",
     "read_hf": "reading",
     "write_hf": "writing",

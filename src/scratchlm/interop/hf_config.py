@@ -25,7 +25,7 @@ from scratchlm.interop.hf_config_writing import to_hf_config
 from scratchlm.interop.hf_rope import read_rope
 from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.neutral import NEUTRAL_KEYS, NEUTRAL_PREFIXES
-from scratchlm.interop.untrusted import listed, shown
+from scratchlm.untrusted import listed, shown
 
 __all__ = ["from_hf_config", "to_hf_config"]
 

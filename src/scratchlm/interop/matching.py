@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from scratchlm.config import ModelConfig, MoE
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.keys import Family, Table
 from scratchlm.interop.links import Link, one_per_expert
-from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
+from scratchlm.interop.safetensors_file import MAX_HEADER_BYTES, WEIGHT_DTYPES, Stored, read_header
 from scratchlm.interop.shapes import Shape, parameter_shapes
-from scratchlm.interop.untrusted import listed, shown
+from scratchlm.untrusted import listed, shown
 
 _LAYER = re.compile(r"(?<![^.])(layers|h)\.([0-9]+)\.")
 
@@ -106,6 +107,22 @@ def _problem(missing: list[str], unexpected: list[str]) -> str:
 
 def _is_recomputed(name: str, family: Family) -> bool:
     return bool(family.recomputed) and _pattern(name)[0] in family.recomputed
+
+
+def check_stored(config: ModelConfig, file: Path) -> None:
+    """Refuse a file of weights whose tensors are not those of a config, under our names."""
+    stored = read_header(file, MAX_HEADER_BYTES)
+    if config.num_layers > len(stored):
+        raise ScratchLMError(
+            f"{file}: the config describes {config.num_layers} layers; the file holds "
+            f"{len(stored)} tensors in all, too few for them"
+        )
+    wanted = dict(parameter_shapes(config))
+    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    if missing or unexpected:
+        problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
+        raise ScratchLMError(f"{file}: the tensors are not those of the config: {problem}")
+    _check_stored(wanted, stored, file)
 
 
 def _check_stored(wanted: Mapping[str, Shape], stored: Mapping[str, Stored], where: object) -> None:

@@ -24,11 +24,17 @@ from scratchlm.interop.keys import FAMILIES, Family
 from scratchlm.interop.matching import Plan, match, num_tensors
 from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, read_header
 from scratchlm.interop.streaming import is_finite, read_link, same_bytes
-from scratchlm.interop.untrusted import brief, inner_file, listed, read_json, shown
+from scratchlm.untrusted import (
+    MAX_CONFIG_BYTES,
+    brief,
+    inner_file,
+    listed,
+    read_json,
+    shown,
+)
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-_MAX_CONFIG_BYTES = 2**20
 _MAX_INDEX_BYTES = 32 * 2**20
 # What a header may take: a fixed part for its metadata, and a line for every tensor.
 _HEADER_BYTES, _HEADER_BYTES_PER_TENSOR = 2**20, 512
@@ -39,7 +45,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def is_hf_directory(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a directory in Hugging Face's layout (it may still be refused)."""
     try:
-        table = read_json(inner_file(Path(path), CONFIG), _MAX_CONFIG_BYTES)
+        table = read_json(inner_file(Path(path), CONFIG), MAX_CONFIG_BYTES)
     except (ScratchLMError, OSError):
         return False
     return "model_type" in table or "architectures" in table
@@ -164,7 +170,7 @@ def read_hf(path: str | os.PathLike[str]) -> HFCheckpoint:
     path = Path(path)
     if not path.is_dir():
         raise ScratchLMError(f"{path}: no such directory")
-    table = read_json(inner_file(path, CONFIG), _MAX_CONFIG_BYTES)
+    table = read_json(inner_file(path, CONFIG), MAX_CONFIG_BYTES)
     try:
         config = from_hf_config(table)
     except (ValueError, TypeError, ScratchLMError) as error:
@@ -250,7 +256,7 @@ def _declared_dtype(table: Mapping[str, Any], path: Path) -> torch.dtype | None:
 def _eos_token_ids(table: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """Read the end-of-text tokens; generation_config.json overrides config.json."""
     if os.path.lexists(path / GENERATION):
-        generation = read_json(inner_file(path, GENERATION), _MAX_CONFIG_BYTES)
+        generation = read_json(inner_file(path, GENERATION), MAX_CONFIG_BYTES)
         table = {**table, **{k: v for k, v in generation.items() if k == "eos_token_id"}}
     ids = table.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]

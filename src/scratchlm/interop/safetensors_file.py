@@ -13,6 +13,7 @@ shrinks meanwhile is a short read and an error, not a SIGBUS.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from scratchlm.errors import ScratchLMError
-from scratchlm.interop.untrusted import parse_json, shown
+from scratchlm.untrusted import open_regular, parse_json, shown
 
 # Every dtype the format names, with its size; the ones that can be weights, as torch has them.
 ITEM_BYTES = {
@@ -41,6 +42,7 @@ WEIGHT_DTYPES = {
 }
 DTYPE_NAMES = {dtype: word for word, dtype in WEIGHT_DTYPES.items()}
 
+MAX_HEADER_BYTES = 64 * 2**20  # of a checkpoint of ours: a hundred thousand tensors and more
 _MAX_DIMS = 8
 _MAX_DIM = 2**40
 # How much of a file is in flight while it is converted, checked or transposed.
@@ -69,8 +71,8 @@ class Stored:
 
 def read_header(path: Path, max_header_bytes: int) -> dict[str, Stored]:
     """Parse and validate a header: return where every tensor of the file lies."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ScratchLMError(f"{path}: cut short: {size} bytes are no safetensors file")
@@ -158,7 +160,7 @@ def _check_cover(spans: dict[str, _Span], size: int, path: Path) -> None:
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file for unbuffered random access."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         yield file
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scratchlm.interop.untrusted import read_json
+from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_json
 
 END_OF_TEXT = "<|endoftext|>"
-_MAX_TOKENIZER_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ def end_tokens(tokenizer_file: str | os.PathLike[str] | None, ids: Sequence[int]
     """Find the end-of-text token: the ids given, else the one named `<|endoftext|>`."""
     if tokenizer_file is None:
         return EndTokens(tuple(ids), None, False)
-    table = read_json(Path(tokenizer_file), _MAX_TOKENIZER_BYTES)
+    table = read_json(Path(tokenizer_file), MAX_TOKENIZER_BYTES)
     added = table.get("added_tokens")
     by_text = {
         token["content"]: token["id"]

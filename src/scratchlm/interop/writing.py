@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
-from scratchlm.durable import fsync_directory
+from scratchlm.durable import whole_directory, write_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.keys import FAMILIES
@@ -28,7 +27,7 @@ from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZ
 from scratchlm.interop.safetensors_file import DTYPE_NAMES
 from scratchlm.interop.streaming import is_finite
 from scratchlm.interop.tokens import end_tokens, tokenizer_config
-from scratchlm.interop.untrusted import listed
+from scratchlm.untrusted import MAX_TOKENIZER_BYTES, listed, read_bytes
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -77,12 +76,14 @@ def write_hf(
     if tokenizer_file is not None and end.is_hugging_face:
         files[TOKENIZER_CONFIG] = tokenizer_config(end, config.context_length)
     source = Path(tokenizer_file) if tokenizer_file is not None else None
-    with _whole_or_not(directory) as beside:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ScratchLMError(f"{directory} exists already and is not overwritten")
+    with whole_directory(directory) as beside:
         _write_weights(beside, outs, tensors, config, max_shard_bytes)
         for name, content in files.items():
             _write_json(beside / name, content)
         if source is not None:
-            _write(beside / TOKENIZER, [source.read_bytes()])
+            write_file(beside / TOKENIZER, [read_bytes(source, MAX_TOKENIZER_BYTES)])
     return directory
 
 
@@ -183,12 +184,12 @@ def _write_weights(
 ) -> None:
     shards = list(_shards(outs, max_shard_bytes))
     if len(shards) == 1:
-        _write(directory / SINGLE, _file_bytes(outs, tensors, config))
+        write_file(directory / SINGLE, _file_bytes(outs, tensors, config))
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(directory / name, _file_bytes(shard, tensors, config))
+        write_file(directory / name, _file_bytes(shard, tensors, config))
         weight_map |= {out.name: name for out in shard}
     total = sum(out.nbytes for out in outs)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -228,39 +229,5 @@ def _file_bytes(
 # Files
 
 
-class _whole_or_not:
-    """A directory to fill beside its place, renamed into it on success and removed otherwise."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.beside = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
-
-    def __enter__(self) -> Path:
-        if self.directory.exists() and (
-            not self.directory.is_dir() or any(self.directory.iterdir())
-        ):
-            raise ScratchLMError(f"{self.directory} exists already and is not overwritten")
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.beside, ignore_errors=True)
-        self.beside.mkdir()
-        return self.beside
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.beside, ignore_errors=True)
-            return
-        fsync_directory(self.beside)
-        self.beside.rename(self.directory)
-        fsync_directory(self.directory.parent)
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write(path, [(json.dumps(content, indent=2) + "\n").encode()])
-
-
-def _write(path: Path, pieces: Any) -> None:
-    with path.open("xb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(path, [(json.dumps(content, indent=2) + "\n").encode()])

@@ -17,13 +17,14 @@ from scratchlm.ops import Ops, get_ops
 from scratchlm.ops.ranges import check_range, keep_in_range, mark
 from scratchlm.ops.reference import ACTIVATIONS
 
+TABLE_ELEMENTS = 1 << 24  # of tables by position; what lies beyond is computed when asked for
+
 
 def check_width(x: Tensor, expected: int, name: str) -> None:
     """Refuse an input whose last dimension is not the expected one."""
     if x.shape[-1] != expected:
-        raise ValueError(
-            f"{name}: the last dimension must be {expected}; got shape {tuple(x.shape)}"
-        )
+        got = tuple(x.shape)
+        raise ValueError(f"{name}: the last dimension must be {expected}; got shape {got}")
 
 
 class FactoryKwargs(TypedDict, total=False):
@@ -236,7 +237,18 @@ class MLP(nn.Module):
         return self.w2(activate(self.w1(x)))
 
 
-class SinusoidalPositions(nn.Module):
+class PositionTables(nn.Module):
+    """Tables by position: where a model is moved, computed anew, never cast or left unfilled."""
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        before = next(self.buffers())
+        super()._apply(fn, recurse)
+        if next(self.buffers()) is not before:  # once, though all layers may share it
+            self._build(next(self.buffers()).device)  # type: ignore[operator]
+        return self
+
+
+class SinusoidalPositions(PositionTables):
     """sin(p / 10000^(2i/d)) and cos(p / 10000^(2i/d)), channel by channel in turn."""
 
     table: Tensor
@@ -251,20 +263,16 @@ class SinusoidalPositions(nn.Module):
         self._build(device)
 
     def _build(self, device: torch.device | str | None) -> None:
-        even = torch.arange(0, self.d_model, 2, device=device, dtype=torch.float32)
-        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float32)
-        angle = position[:, None] / 10_000 ** (even / self.d_model)  # arXiv:1706.03762, section 3.5
-        table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
-        self.register_buffer("table", table, persistent=False)
+        rows = torch.arange(min(self.max_seq_len, TABLE_ELEMENTS // self.d_model), device=device)
+        self.register_buffer("table", self._at(rows), persistent=False)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        before = self.table
-        super()._apply(fn, recurse)
-        if self.table is not before:  # a table is computed anew, never cast or left unfilled
-            self._build(self.table.device)
-        return self
+    def _at(self, positions: Tensor) -> Tensor:
+        even = torch.arange(0, self.d_model, 2, device=positions.device, dtype=torch.float32)
+        angle = positions[..., None] / 10_000 ** (even / self.d_model)  # arXiv:1706.03762, 3.5
+        return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
     def forward(self, positions: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         """Look every position up."""
         check_range(positions, self.max_seq_len, "position")
-        return self.table[positions]
+        whole = len(self.table) == self.max_seq_len
+        return self.table[positions] if whole else self._at(positions)

@@ -15,9 +15,10 @@ from typing import Literal, assert_never
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from scratchlm.config import LinearScaling, Llama3Scaling, NTKScaling, RopeScaling, YarnScaling
+from scratchlm.model.layers import TABLE_ELEMENTS, PositionTables
 from scratchlm.ops import Ops, get_ops
 from scratchlm.ops.ranges import check_range
 
@@ -59,10 +60,8 @@ def _yarn(frequency: Tensor, d_k: int, theta: float, scaling: YarnScaling) -> Te
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d_k - 1)
-    if low == high:
-        high += 0.001
     pair = torch.arange(d_k // 2, device=frequency.device, dtype=torch.float32)
-    stretched = ((pair - low) / (high - low)).clamp(0, 1)
+    stretched = ((pair - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency * (1 - stretched) + frequency / scaling.factor * stretched
 
 
@@ -83,7 +82,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(PositionTables):
     """Rotate queries and keys by their position; tables are float32 whatever the model's dtype."""
 
     cos: Tensor
@@ -112,38 +111,33 @@ class RotaryEmbedding(nn.Module):
         self._build(device)
 
     def _build(self, device: torch.device | str | None) -> None:
+        rows = min(self.max_seq_len, TABLE_ELEMENTS // self.d_k)
         if device is not None and torch.device(device).type == "meta":
             # No values: and arithmetic on meta tensors costs seconds of imports, the first time.
-            unfilled = torch.empty(self.max_seq_len, self.d_k // 2, device=device)
-            self.register_buffer("cos", unfilled, persistent=False)
-            self.register_buffer("sin", unfilled.clone(), persistent=False)
-            return
-        frequency = rotary_frequencies(self.d_k, self.theta, self.scaling, device)
-        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float32)
-        angle = torch.outer(position, frequency)  # (max_seq_len, half)
-        factor = attention_factor(self.scaling)
-        self.register_buffer("cos", angle.cos() * factor, persistent=False)
-        self.register_buffer("sin", angle.sin() * factor, persistent=False)
+            cos, sin = (torch.empty(rows, self.d_k // 2, device=device) for _ in range(2))
+        else:
+            cos, sin = self._at(torch.arange(rows, device=device))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        before = self.cos
-        super()._apply(fn, recurse)
-        # A table is computed anew, never cast by `model.to(bfloat16)` or left unfilled by
-        # `to_empty`, which passes here once for every layer that shares it.
-        if self.cos is not before:
-            self._build(self.cos.device)
-        return self
+    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        frequency = rotary_frequencies(self.d_k, self.theta, self.scaling, positions.device)
+        angle = positions[..., None] * frequency  # (…, half)
+        factor = attention_factor(self.scaling)
+        return angle.cos() * factor, angle.sin() * factor
 
     def tables(
         self, positions: Int[Tensor, "*positions seq"] | range
     ) -> tuple[Float[Tensor, "*positions seq half"], Float[Tensor, "*positions seq half"]]:
         """Return cos and sin at these positions; a range of consecutive ones gathers nothing."""
         if isinstance(positions, range):
-            return self.cos[positions.start : positions.stop], self.sin[
-                positions.start : positions.stop
-            ]
+            rows = slice(positions.start, positions.stop)
+            if positions.stop <= len(self.cos):
+                return self.cos[rows], self.sin[rows]
+            positions = torch.arange(rows.start, rows.stop, device=self.cos.device)
         check_range(positions, self.max_seq_len, "position")
-        return self.cos[positions], self.sin[positions]
+        whole = len(self.cos) == self.max_seq_len
+        return (self.cos[positions], self.sin[positions]) if whole else self._at(positions)
 
     def forward(
         self,
@@ -155,10 +149,8 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"RoPE: the last dimension must be {self.d_k}; got {x.shape[-1]}")
         cos, sin = self.tables(token_positions)
         if cos.shape[-2] != x.shape[-2]:
-            raise ValueError(
-                "token_positions must name one position per element of the sequence; got "
-                f"{cos.shape[-2]} for a sequence of {x.shape[-2]}"
-            )
+            got = f"{cos.shape[-2]} for a sequence of {x.shape[-2]}"
+            raise ValueError(f"token_positions must name one position per element; got {got}")
         if 2 < cos.ndim == x.ndim - 1:  # positions by row: the same for all heads of a row
             cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
         return self.ops.rope(x, cos, sin, self.layout)

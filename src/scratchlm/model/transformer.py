@@ -97,9 +97,10 @@ class Transformer(nn.Module):
         context = self.make_context(mask, placed, cache, routes)
         for layer in self.layers:
             x = layer(x, context=context)
+        x = self.ln_final(x)
         if cache is not None:
-            cache.advance()
-        return self.ln_final(x)
+            cache.advance()  # last: after an error the cache is as it was
+        return x
 
     def make_context(self, *shared: Any) -> ForwardContext:
         """Gather what the layers of one forward share."""

@@ -4,7 +4,7 @@ Keys lie in slots 0, 1, 2, … in the order in which they were written. A query 
 sees the key in slot j when
 
     j ≤ s                       the future is hidden
-    s − j < window              with a sliding window
+    s − j < window              with a sliding window; padding between them does not count
     key_valid[j]                not padding
     document[j] = document[s]   packed documents do not see each other
 
@@ -83,7 +83,12 @@ class CausalMask:
             slot = self.slots[:, None, queries.start : queries.stop, None]
         visible = key_slot <= slot
         if self.window is not None:
-            visible = visible & (slot - key_slot < self.window)
+            distance = slot - key_slot
+            if self.key_valid is not None and self.slots is None:  # counted in real tokens
+                rank, first = self.key_valid.cumsum(dim=-1), self.start + queries.start
+                of_query = rank[:, None, first : first + len(queries), None]
+                distance = of_query - rank[:, None, None, keys.start : keys.stop]
+            visible = visible & (distance < self.window)
         if self.key_valid is not None:
             visible = visible & self.key_valid[:, None, None, keys.start : keys.stop]
         if self.documents is not None:
@@ -97,7 +102,8 @@ class CausalMask:
         if self.slots is not None:
             return range(num_keys)
         stop = min(num_keys, self.start + queries.stop)
-        first = 0 if self.window is None else self.start + queries.start - self.window + 1
+        windowed = self.window is not None and self.key_valid is None  # padding stretches a window
+        first = self.start + queries.start - (self.window or 0) + 1 if windowed else 0
         return range(min(max(first, 0), stop), stop)
 
 

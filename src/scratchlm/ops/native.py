@@ -8,24 +8,42 @@ made again. Where there is no compiler, or anything else is in the way, there is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
-import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from scratchlm.durable import temporary_directory, write_atomically
+from scratchlm.errors import ScratchLMError
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 HEADERS = SOURCE.parent  # of what every source may include
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 FOR_THIS_CPU = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 COMPILERS = ("c++", "g++", "clang++")
-TIME_LIMIT = 120  # seconds
+SYMBOLS = {
+    "attention": ("attend", "attend_back"),
+    "step": ("run_step",),
+}  # what a library must have
+TIME_LIMIT = 60  # seconds for a compiler: it takes three
+NOTICE_AFTER = 10  # seconds of silence
+REMEMBERED = 24 * 3600  # seconds for which a compiler that hung is not asked again
+
+_log = logging.getLogger(__name__)
+
+
+class CompilerHangsError(Exception):
+    """A compiler that did not end within its time."""
 
 
 def library(*source: Path) -> ctypes.CDLL | None:
@@ -41,9 +59,13 @@ def why_not(*source: Path) -> str | None:
 @cache
 def _loaded(*source: Path) -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return ctypes.CDLL(str(built(cache_folder(), *source))), None
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        path = built(cache_folder(), *source)
+        loaded = ctypes.CDLL(str(path))
+    except (OSError, ValueError, CompilerHangsError, ScratchLMError) as error:
         return None, str(error)
+    wanted = SYMBOLS[(source[0] if source else SOURCE).stem]
+    missing = [name for name in wanted if not hasattr(loaded, name)]
+    return (None, f"{path} has no {missing[0]}; remove it") if missing else (loaded, None)
 
 
 def cache_folder() -> Path:
@@ -63,6 +85,27 @@ def built(folder: Path, source: Path | None = None) -> Path:
         raise OSError("no way to tell whose a folder is")
     _make_private(folder)
     compiler = _compiler()
+    with _remembering(folder, compiler):
+        return _built(folder, compiler, source)
+
+
+@contextlib.contextmanager
+def _remembering(folder: Path, compiler: str) -> Iterator[None]:
+    """Let one process wait for a compiler that hangs, and the others learn of it."""
+    found = os.stat(compiler)
+    made_of = f"{compiler}\0{found.st_mtime_ns}\0{found.st_size}"
+    name = hashlib.sha256(made_of.encode(errors="surrogateescape")).hexdigest()[:32]
+    mark = folder / f"hangs-{name}"
+    if mark.exists() and time.time() - mark.stat().st_mtime < REMEMBERED:
+        raise OSError(f"{compiler} hung before and is not asked again (remove {mark} to try)")
+    try:
+        yield
+    except CompilerHangsError:
+        write_atomically(mark, b"")
+        raise
+
+
+def _built(folder: Path, compiler: str, source: Path) -> Path:
     headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
     text = b"".join(path.read_bytes() for path in (source, *headers))
     made_from = "\0".join((*FLAGS, *FOR_THIS_CPU, _version(compiler), _processor()))
@@ -113,12 +156,33 @@ def _compiler() -> str:
 
 def _run(*command: str) -> str:
     """Run to the end and return what it printed; raise with what it complained of."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=TIME_LIMIT
-    )
-    if done.returncode:
-        raise OSError(f"{command[0]}: {done.stderr.strip()[:500]}")
-    return done.stdout
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # to end it with all that it has started
+    ) as process:
+        try:
+            out, err = _ended(process, command[0])
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise OSError(f"{command[0]}: {err.strip()[:500]}")
+    return out
+
+
+def _ended(process: subprocess.Popen[str], name: str) -> tuple[str, str]:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=min(NOTICE_AFTER, TIME_LIMIT))
+    _log.warning("waiting for %s, at most %d seconds", name, TIME_LIMIT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=TIME_LIMIT - min(NOTICE_AFTER, TIME_LIMIT))
+    raise CompilerHangsError(f"{name} did not end within {TIME_LIMIT} seconds")
 
 
 def _version(compiler: str) -> str:
@@ -136,18 +200,14 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Compile beside `path`, then rename: another process may be doing the same."""
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        included = ("-I", str(HEADERS))
-        _run(compiler, *FLAGS, *_tuning(compiler), *included, "-o", temporary, str(source))
-        os.chmod(temporary, 0o700)
-        found = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
-        os.replace(temporary, path)
-        _seal(path).write_text(found, "ascii")
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    """Compile in a folder of its own, then rename: another process may be doing the same."""
+    with temporary_directory(path.parent, path.stem) as folder:
+        made, included = folder / path.name, ("-I", str(HEADERS))
+        _run(compiler, *FLAGS, *_tuning(compiler), *included, "-o", str(made), str(source))
+        os.chmod(made, 0o700)
+        found = hashlib.sha256(made.read_bytes()).hexdigest()
+        os.replace(made, path)
+    write_atomically(_seal(path), found.encode())
 
 
 def _tuning(compiler: str) -> Iterator[str]:

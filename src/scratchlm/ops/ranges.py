@@ -46,8 +46,8 @@ def is_transformed() -> bool:
 
 def check_range(index: Tensor, limit: int, what: str) -> None:
     """Refuse what is not a whole number, and values outside [0, limit) where one can look."""
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(f"{what}s must be whole numbers; got {index.dtype}")
+    if index.dtype not in (torch.int64, torch.int32):  # what torch looks up
+        raise TypeError(f"{what}s must be whole numbers, int64 or int32; got {index.dtype}")
     if not can_look(index) or not index.numel():
         return
     low, high = (int(bound) for bound in index.aminmax())

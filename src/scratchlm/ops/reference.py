@@ -128,7 +128,7 @@ class ReferenceOps:
         slice of nothing but −∞ gives zeros.
         """
         wide = _widen(x)
-        top = wide.detach().amax(dim=dim, keepdim=True)
+        top = wide.detach().amax(dim=dim, keepdim=True) if x.shape[dim] else wide.sum(dim, True)
         is_top = torch.where(wide.detach() == math.inf, 0.0, -math.inf).to(wide.dtype)
         shifted = torch.where(top == math.inf, is_top, wide - top.masked_fill(top.isinf(), 0.0))
         weights = shifted.exp()

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from scratchlm.durable import write_atomically
+from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import characters, hf_json
 from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.tokenizer.bytelevel import from_characters
 from scratchlm.tokenizer.characters import CharTokenizer
 from scratchlm.tokenizer.vocabulary import check_id
+from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_text
 
 # The pattern is not in a rank file; these are the published files, by the first word of the name.
 _TIKTOKEN_PATTERNS = {
@@ -54,7 +56,7 @@ def load_tokenizer(
         if isinstance(data, dict) and data.get("type") == characters.TYPE:
             return characters.from_json(data)
         return hf_json.from_json(data)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ScratchLMError, ValueError, TypeError, OverflowError) as error:
         line = " ".join(str(error).split())
         raise ValueError(line if line.startswith(str(file)) else f"{file}: {line}") from None
 
@@ -78,7 +80,7 @@ def read_json(file: Path) -> Any:
             raise ValueError(f"{twice!r:.60} stands twice in one table")
         return read
 
-    text = _read_text(file)
+    text = read_text(file, MAX_TOKENIZER_BYTES)
     try:
         return json.loads(text, object_pairs_hook=table)
     except json.JSONDecodeError as error:
@@ -112,11 +114,8 @@ def _find(path: Path) -> Path:
     )
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 at byte {error.start}") from None
+def _lines(file: Path) -> list[str]:
+    return read_text(file, MAX_TOKENIZER_BYTES).replace("\r\n", "\n").split("\n")
 
 
 def _load_gpt2(
@@ -131,7 +130,7 @@ def _load_gpt2(
             raise ValueError(f"id {i} is given to two tokens, {token!r:.60} is one")
         vocab[i] = from_characters(token)
     merges = []
-    for number, line in enumerate(_read_text(folder / "merges.txt").split("\n"), start=1):
+    for number, line in enumerate(_lines(folder / "merges.txt"), start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         parts = line.split(" ")
@@ -165,7 +164,7 @@ def _load_tiktoken(
             f"(known by file name: {', '.join(_TIKTOKEN_PATTERNS)})"
         )
     vocab: dict[int, bytes] = {}
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+    for number, line in enumerate(_lines(file), start=1):
         if not line:
             continue
         parts = line.split(" ")

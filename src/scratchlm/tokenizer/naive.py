@@ -2,7 +2,8 @@
 
 Training (arXiv:1508.07909 §3.2, on bytes): a text is a multiset of words, a word a sequence of
 byte strings, at first its single bytes. Count the adjacent pairs; merge the most frequent one
-everywhere; repeat. Ties go to the lexicographically greater pair.
+everywhere; repeat. Ties go to the lexicographically greater pair. A word of more than MAX_WORD
+bytes, which is no word of any language, counts as several of at most that many.
 
 Encoding: a word starts as its bytes. While any adjacent pair is in the list of merges, merge the
 one that stands earliest in that list (the leftmost, if it occurs twice).
@@ -19,6 +20,7 @@ import regex
 from scratchlm.tokenizer.patterns import split_words
 
 Pair = tuple[bytes, bytes]
+MAX_WORD = 1 << 14  # bytes
 
 
 def split_specials(text: str, special_tokens: Sequence[str]) -> list[str]:
@@ -34,9 +36,10 @@ def train_bpe_naive(
 ) -> tuple[dict[int, bytes], list[Pair]]:
     """Learn a vocabulary from one text, by the definition."""
     counts = Counter(
-        word.encode("utf-8")
+        piece
         for part in split_specials(text, special_tokens)[::2]
         for word in split_words(part, pattern)
+        for piece in cut_word(word.encode("utf-8"))
     )
     words = {word: [bytes([byte]) for byte in word] for word in counts}
     merges: list[Pair] = []
@@ -54,6 +57,11 @@ def train_bpe_naive(
     tokens += [left + right for left, right in merges]
     tokens += [token.encode("utf-8") for token in special_tokens]
     return dict(enumerate(tokens)), merges
+
+
+def cut_word(word: bytes) -> list[bytes]:
+    """Cut a word that is too long at multiples of MAX_WORD bytes."""
+    return [word[at : at + MAX_WORD] for at in range(0, len(word), MAX_WORD)]
 
 
 def merge(pieces: list[bytes], pair: Pair) -> list[bytes]:

@@ -39,6 +39,12 @@ TIKTOKEN_SPELLINGS = {
 # slow but benign pattern needs for a text's length.
 MATCH_SECONDS = 10.0
 CHARACTERS_PER_SECOND = 100_000
+MAX_PATTERN = 10_000  # characters; real ones have a few hundred
+# What can take memory without bound, which no time limit stops: a pattern or group that calls
+# itself, and approximate matches.
+_UNBOUNDED = regex.compile(
+    r"\(\?(?:R|[+-]?\d+|&\w*|P>\w*)\)|\{[^{}]*[<>=][^{}]*\}|\{[deis][^{}]*\}|\\L<"
+)
 
 
 def pattern_name(pattern: str) -> str | None:
@@ -57,6 +63,14 @@ def compile_pattern(pattern: str) -> Any:
     text = PATTERNS.get(pattern, pattern)
     if text == pattern and pattern.isalnum():  # a misspelt name, not a regular expression
         raise ValueError(f"pattern must be one of {', '.join(PATTERNS)}; got {pattern!r}")
+    if len(text) > MAX_PATTERN:
+        raise ValueError(f"pattern must not exceed {MAX_PATTERN:,} characters; got {len(text):,}")
+    found = _UNBOUNDED.search(text)
+    if found is not None:
+        raise ValueError(
+            f"pattern {text[:80]!r} has {found[0]!r}: recursion and fuzzy matching take memory "
+            "without bound and are not supported"
+        )
     try:
         return regex.compile(text)
     except (regex.error, RecursionError, OverflowError, MemoryError) as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from scratchlm.tokenizer.learning import learn_merges
+from scratchlm.tokenizer.naive import MAX_WORD
 from scratchlm.tokenizer.patterns import compile_pattern, pattern_name
 from scratchlm.tokenizer.splitting import RULES, SEPARATOR_BYTE, last_cut
 from scratchlm.tokenizer.streaming import settled_parts
@@ -114,10 +115,24 @@ class _Counter:
 
     def add(self, texts: list[str]) -> None:
         data, borders = split_bytes(texts, self.pattern)
+        borders = cut_long_words(borders)
         numbers = self.index.numbers(data, borders)
         counted = np.bincount(numbers, minlength=len(self.index)).astype(np.int64)
         counted[: len(self.counts)] += self.counts
         self.counts = counted
+
+
+def cut_long_words(borders: np.ndarray) -> np.ndarray:
+    """Add borders within words of more than MAX_WORD bytes, at its multiples."""
+    lengths = np.diff(borders)
+    long = np.flatnonzero(lengths > MAX_WORD)
+    if not len(long):
+        return borders
+    inner = [
+        np.arange(borders[i] + MAX_WORD, borders[i + 1], MAX_WORD, dtype=borders.dtype)
+        for i in long.tolist()
+    ]
+    return np.sort(np.concatenate([borders, *inner]))
 
 
 def _joined(counters: list[_Counter]) -> tuple[list[bytes], np.ndarray]:

@@ -9,7 +9,8 @@ the last bit however often a run was killed and resumed. `clock` holds what a wa
 (seconds, tokens per second, MFU, memory).
 
 Lines are handed to the system whole and at once, so a kill leaves at most a torn last line. A run
-that resumes from step s drops every line after s: the steps will be made, and written, again.
+that resumes from step s drops every line after s: the steps will be made, and written, again. A
+line that something else has damaged is set aside in `metrics.damaged`; the good ones stay.
 """
 
 from __future__ import annotations
@@ -17,28 +18,33 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import open_regular
 
-NAME = "metrics.jsonl"
+NAME, DAMAGED = "metrics.jsonl", "metrics.damaged"
+MAX_LINE_BYTES = 16 << 20
 
 
 class MetricsFile:
     """A run's log, open for appending."""
 
-    def __init__(self, path: Path, step: int, evaluated: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        evaluated: int,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         """Open it as it was when the run stood at `step`, last evaluated at `evaluated`."""
+        if path.exists():
+            _cut_back(path, step, evaluated, warn)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
-        keep = 0
-        for end, record in _lines(path):
-            at = record.get("step", -1)
-            if at > (step if "loss" in record else evaluated):
-                break
-            keep = end
-        self._file.truncate(keep)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add one line."""
@@ -61,27 +67,99 @@ class MetricsFile:
         self._file.close()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of its end, record) of every whole line up to the first that is not."""
-    end = 0
-    with open(path, "rb") as file:
-        for line in file:
-            end += len(line)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                return
-            if not line.endswith(b"\n") or not isinstance(record, dict):
-                return
-            yield end, record
+@dataclass(frozen=True)
+class _Line:
+    """One line of the file: what it says, or what is wrong with it."""
+
+    number: int
+    text: bytes
+    record: dict[str, Any]
+    wrong: str | None
+    is_torn: bool  # the last one, without its end
+
+
+def _cut_back(path: Path, step: int, evaluated: int, warn: Callable[[str], None] | None) -> None:
+    """Keep the lines of a run that stands at `step`, and set damaged ones aside."""
+    kept: list[bytes] = []
+    damaged: list[_Line] = []
+    dropped = False
+    for line in _lines(path):
+        if line.wrong is not None and not line.is_torn:
+            damaged.append(line)
+        elif line.is_torn or line.record["step"] > (step if "loss" in line.record else evaluated):
+            dropped = True
+        else:
+            kept.append(line.text)
+    if not damaged and not dropped:
+        return
+    if damaged:
+        aside = path.with_name(DAMAGED)
+        before = aside.read_bytes() if aside.is_file() else b""
+        write_atomically(aside, before + b"".join(line.text for line in damaged))
+        if warn is not None:
+            first = damaged[0]
+            warn(
+                f"{path}: line {first.number}: {first.wrong}; set aside in {aside.name}, with "
+                f"{len(damaged) - 1} more damaged lines"
+            )
+    write_atomically(path, b"".join(kept))
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """Yield every line of the file, good or not."""
+    with open_regular(path) as file:
+        for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            record, wrong = _record(text)
+            yield _Line(number, text, record, wrong, not text.endswith(b"\n"))
+
+
+def _record(text: bytes) -> tuple[dict[str, Any], str | None]:
+    """Read a line; say what is wrong with it, if anything is."""
+    try:
+        record = json.loads(text)
+    except RecursionError:
+        return {}, "nested too deeply"
+    except ValueError:
+        return {}, "not JSON"
+    if not isinstance(record, dict):
+        return {}, "not a JSON object"
+    step = record.get("step")
+    if type(step) is not int or step < 0:
+        return record, "step must be a whole number"
+    if "loss" in record:
+        clock = record.get("clock")
+        numbers = [record.get(name) for name in ("loss", "lr", "tokens")]
+        if not isinstance(clock, dict) or not all(map(_is_number, numbers)):
+            return record, "a step must have loss, lr, tokens and clock"
+        if not all(_is_number(clock.get(name)) for name in _CLOCK):
+            return record, f"a step's clock must have {', '.join(_CLOCK)}"
+    if record.get("val_loss") is not None and not _is_number(record["val_loss"]):
+        return record, "val_loss must be a number"
+    samples = record.get("samples", [])
+    if not isinstance(samples, list) or not all(isinstance(text, str) for text in samples):
+        return record, "samples must be texts"
+    return record, None
+
+
+_CLOCK = ("seconds", "tokens_per_second", "memory_bytes")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a run's log; a torn last line is left out."""
+    """Read a run's log; a torn last line is left out, a damaged one is named."""
     path = Path(run) / NAME
-    if not path.is_file():
+    if not path.exists():
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?")
-    return [record for _, record in _lines(path)]
+    records = []
+    for line in _lines(path):
+        if line.wrong is not None and not line.is_torn:
+            raise ScratchLMError(f"{path}: line {line.number}: {line.wrong}")
+        if not line.is_torn:
+            records.append(line.record)
+    return records
 
 
 def finite(value: float | None) -> float | None:

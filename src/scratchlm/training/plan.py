@@ -3,12 +3,13 @@
 [model]   the ModelConfig
 [train]   the TrainConfig, resolved
 [data]    train, val and tokenizer: paths, relative to the run where they lie inside it
+[changed] settings of [train] that a later session was asked to change; others may not differ
+          from those of the checkpoint a run goes on from
 """
 
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.settings import TrainConfig
+from scratchlm.untrusted import read_toml
 
 NAME = "config.toml"
 
@@ -47,7 +49,12 @@ class DataFiles:
 
 def _written(path: Path, run: Path) -> str:
     path, run = path.absolute(), run.absolute()
-    return str(path.relative_to(run)) if path.is_relative_to(run) else str(path)
+    name = str(path.relative_to(run)) if path.is_relative_to(run) else str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ScratchLMError(f"{name!r}: {NAME} can only name paths in UTF-8") from None
+    return name
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Plan:
     model: ModelConfig
     train: TrainConfig
     data: DataFiles
+    changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for later
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -66,6 +74,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "model": to_dict(plan.model),
             "train": plan.train.to_dict(),
             "data": plan.data.to_dict(run),
+            **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
         }
     )
     write_atomically(run / NAME, text.lstrip("\n").encode())
@@ -75,17 +84,18 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
     """Read RUN/config.toml."""
     path = Path(run) / NAME
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = read_toml(path)
         return Plan(
             from_dict(tables["model"]),
             TrainConfig.from_dict(tables["train"]),
             DataFiles.from_dict(tables["data"], Path(run)),
+            frozenset(tables.get("changed", {}).items()),
         )
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None
     except KeyError as error:
         raise ScratchLMError(f"{path}: no [{error.args[0]}] table") from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ScratchLMError(f"{path}: {error}") from None
 
 

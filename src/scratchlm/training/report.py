@@ -21,12 +21,14 @@ from scratchlm.accounting import (
     memory,
 )
 from scratchlm.checkpoint import MODEL, find_checkpoints, read_manifest
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
 from scratchlm.training.plan import NAME as CONFIG_NAME
 from scratchlm.training.plan import Plan, read_plan
 from scratchlm.training.plots import draw_run
 from scratchlm.training.throughput import CONVENTION, make_throughput
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_text
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def write_report(
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
         Section("The accounting beside what was measured", _accounting(run, plan, records)),
-        Section("Config", f"<pre>{html.escape((run / CONFIG_NAME).read_text())}</pre>"),
+        Section(
+            "Config", f"<pre>{html.escape(read_text(run / CONFIG_NAME, MAX_CONFIG_BYTES))}</pre>"
+        ),
     ]
     page = _PAGE.format(
         title=html.escape(title or f"Training run {run.absolute().name}"),
@@ -72,9 +76,9 @@ def write_report(
             if part.body
         ),
     )
-    (run / "loss.png").write_bytes(picture)
+    write_atomically(run / "loss.png", picture)
     out = run / "report.html"
-    out.write_text(page, encoding="utf-8")
+    write_atomically(out, page.encode())
     return out
 
 

@@ -31,15 +31,18 @@ from scratchlm.checkpoint import (
     read_config,
     read_manifest,
     read_tensors,
+    remove_damaged,
     set_aside_after,
     step_of,
     verify_checkpoint,
     write_checkpoint,
 )
 from scratchlm.data import TokenFile
+from scratchlm.durable import naming
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import NAME, MetricsFile
+from scratchlm.training.settings import CHANGEABLE
 
 
 @dataclass
@@ -74,7 +77,8 @@ class Run:
 
     directory: Path
     data: Mapping[str, Any]  # fingerprints of the token files
-    tokenizer_file: Path | None = None
+    tokenizer: bytes | None = None  # what tokenizer.json held when the session began
+    changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for since
     progress: Progress = field(default_factory=Progress)
     metrics: MetricsFile = field(init=False)
     unsaved_best: Snapshot | None = None  # copied, and written with the next checkpoint
@@ -92,28 +96,55 @@ class Run:
     def restore(self, learner: Learner, warn: Callable[[str], None] | None = None) -> Path | None:
         """Load the newest valid checkpoint, if any, and cut the log back to its step."""
         clean_leftovers(self.directory)
+        for link in find_checkpoints(self.directory):
+            if link.is_symlink():
+                raise ScratchLMError(
+                    f"{link} is a link, and a run tidies its checkpoints up: put the folder itself "
+                    "there, or take the link away"
+                )
         path = newest_valid(self.directory, warn)
         if path is not None:
-            self._check_same(path, learner)
-            metadata = read_manifest(path)["metadata"]
+            progress = self._check_same(path, learner)
             state = read_tensors(path, learner.device, TRAINING_STATE)
             learner.load(read_tensors(path, learner.device), state)
-            self.progress = Progress(**metadata["reached"])
+            self.progress = progress
             set_aside_after(self.directory, self.progress.step)
+            self._prune(learner)  # the last session may have ended just before it did
         self.metrics = MetricsFile(
-            self.directory / NAME, self.progress.step, self.progress.evaluated
+            self.directory / NAME, self.progress.step, self.progress.evaluated, warn
         )
         return path
 
-    def _check_same(self, path: Path, learner: Learner) -> None:
+    def _check_same(self, path: Path, learner: Learner) -> Progress:
+        """Refuse a checkpoint of another model, data or settings; return how far it was."""
         if read_config(path) != learner.model.config:
             raise ScratchLMError(f"{path} holds another model than the run's config.toml says")
-        then = read_manifest(path)["metadata"]["data"]
+        metadata = read_manifest(path)["metadata"]
+        try:
+            then, progress = metadata["data"], Progress(**metadata["reached"])
+        except (KeyError, TypeError):
+            raise ScratchLMError(f"{path} was not written by a training run") from None
+        self._check_settings(path, metadata.get("train", {}), learner.settings.to_dict())
         for name in sorted({*then, *self.data}):
             if then.get(name) != self.data.get(name):
                 raise ScratchLMError(
                     f"the {name} token file has changed since {path.name} was written: then "
                     f"{_describe(then.get(name))}, now {_describe(self.data.get(name))}"
+                )
+        return progress
+
+    def _check_settings(self, path: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+        """Refuse settings that are not those of the checkpoint, unless a change was asked for.
+
+        A name that the checkpoint does not know is newer than it, and has its default.
+        """
+        asked = dict(self.changed)
+        for name in sorted(then.keys() & now.keys()):
+            if now[name] not in (then[name], asked.get(name)):
+                raise ScratchLMError(
+                    f"train.{name} is {now[name]!r} in config.toml and was {then[name]!r} when "
+                    f"{path.name} was written; put it back, or ask for the change on the command "
+                    f"line (possible for {', '.join(sorted(CHANGEABLE))})"
                 )
 
     @property
@@ -160,7 +191,7 @@ class Run:
             path,
             model=snapshot.model,
             config=learner.model.config,
-            tokenizer_file=self.tokenizer_file,
+            tokenizer_file=self.tokenizer,
             training_state=snapshot.training_state,
             metadata={
                 "reached": asdict(snapshot.progress),
@@ -169,10 +200,15 @@ class Run:
             },
         )
         verify_checkpoint(path)
+        self._prune(learner)
+        remove_damaged(self.directory)
+        return path
+
+    def _prune(self, learner: Learner) -> None:
+        """Remove all checkpoints but the last few and the best one they know of."""
         keep_last = learner.settings.keep_last
         best = {_best_step(path) for path in find_checkpoints(self.directory)[-keep_last:]}
         prune_checkpoints(self.directory, keep_last, best - {None})  # type: ignore[arg-type]
-        return path
 
     @property
     def is_saved(self) -> bool:
@@ -191,7 +227,9 @@ def _best_step(path: Path) -> int | None:
 def _describe(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
         return "none"
-    return f"{fingerprint['count']:,} ids, CRC-32 {fingerprint['crc32']:08x}"
+    tokenizer = str(fingerprint.get("tokenizer"))[:16]
+    ids = f"{fingerprint['count']:,} ids, CRC-32 {fingerprint['crc32']:08x}"
+    return f"{ids}, tokenizer {tokenizer}"
 
 
 def fingerprint(tokens: TokenFile) -> dict[str, Any]:
@@ -208,16 +246,16 @@ def hold_run(directory: Path) -> Iterator[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / ".lock"
-    with open(lock, "a+") as file:
+    with open(lock, "ab+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            pid = file.read().strip() or "unknown"
+            pid = file.read(20).decode(errors="replace").strip() or "unknown"
             raise ScratchLMError(
                 f"{directory}: another trainer (process {pid}) is at work on this run"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with naming(lock):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield directory

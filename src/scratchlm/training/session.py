@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scratchlm.config import ModelConfig
-from scratchlm.data import Batches, TokenFile, ValidationBatches
+from scratchlm.data import Batches, TokenFile, ValidationBatches, tokenizer_fingerprint
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.errors import ScratchLMError
 from scratchlm.ops import Ops
@@ -22,6 +22,7 @@ from scratchlm.training.loop import Data, Sampler, Watcher, train
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.throughput import Throughput, make_throughput
+from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,24 @@ def run_plan(
             )
         settings = plan.train.resolved(device.type)
         stack.enter_context(deterministic_kernels(settings.deterministic))
-        files = _open_token_files(plan, stack)
+        tokenizer, known = _read_tokenizer(plan.data.tokenizer)
+        files = _open_token_files(plan, known, stack)
         data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
         learner = Learner(
             build_model(plan.model, settings.seed, device, ops),
             settings,
             warn=warnings.warn if warn is None else warn,
         )
-        write_plan(directory, replace(plan, train=settings))
         run = stack.enter_context(
             Run(
                 directory,
                 {name: fingerprint(file) for name, file in files.items()},
-                plan.data.tokenizer,
+                tokenizer,
+                plan.changed,
             )
         )
         run.restore(learner, warn)
+        write_plan(directory, replace(plan, train=settings))
         throughput = make_throughput(
             plan.model, settings.tokens_per_step(plan.model), device, matmul_rate
         )
@@ -122,14 +125,28 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _open_token_files(plan: Plan, stack: contextlib.ExitStack) -> dict[str, TokenFile]:
-    """Open the token files and read them once: sizes, ids within the vocabulary, CRC-32."""
+def _read_tokenizer(path: Path | None) -> tuple[bytes | None, str | None]:
+    """Return what a tokenizer.json holds, for the checkpoints, and its fingerprint."""
+    if path is None:
+        return None, None
+    return read_bytes(path, MAX_TOKENIZER_BYTES), tokenizer_fingerprint(path)
+
+
+def _open_token_files(
+    plan: Plan, tokenizer: str | None, stack: contextlib.ExitStack
+) -> dict[str, TokenFile]:
+    """Open the token files and read them once: tokenizer, sizes, ids, CRC-32."""
     paths = {"train": plan.data.train, "val": plan.data.val}
     files = {}
     for name, path in paths.items():
         if path is None:
             continue
         file = stack.enter_context(TokenFile(path, vocab_size=plan.model.vocab_size))
+        if tokenizer is not None and file.info.tokenizer != tokenizer:
+            raise ScratchLMError(
+                f"{file.path} was made with another tokenizer than {plan.data.tokenizer}: "
+                f"fingerprint {file.info.tokenizer[:16]}, not {tokenizer[:16]}"
+            )
         minimum = plan.model.context_length + 1 if name == "train" else 2
         check_num_tokens(file, minimum, plan.model)
         file.validate()

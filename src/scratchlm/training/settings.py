@@ -21,6 +21,8 @@ MOMENTS = ("fp32", "bf16")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
+# What may change between two sessions of a run.
+CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class TrainConfig:
     @classmethod
     def check(cls, values: Any) -> None:
         """Refuse what no run can have, as `from_dict` does; what is not given is taken to fit."""
-        roomy = {"steps": 1 << 40, "batch_size": 1 << 40, "lr": 1e300}
+        roomy = {"steps": 1 << 40, "batch_size": 1 << 24, "lr": 1e300}
         cls.from_dict({**roomy, **values} if isinstance(values, dict) else values)
 
     def tokens_per_step(self, model: ModelConfig) -> int:
@@ -164,6 +166,12 @@ _WHOLE = {
     "checkpointed_layers": 0,
     "shares": 1,
     "patience": 0,
+}
+_MOST = {
+    "batch_size": 1 << 24,
+    "micro_batch_size": 1 << 24,
+    "shares": 1 << 10,
+    "seed": (1 << 63) - 1,
 }
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, math.inf),
@@ -193,6 +201,8 @@ def _whole(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}; got {name}={value}")
+    if value > _MOST.get(name, value):
+        raise ValueError(f"{name} must not exceed {_MOST[name]:,}; got {name}={value}")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
@@ -226,6 +236,8 @@ def parse_overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
         parsed: Any
         try:
             parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+        except RecursionError:
+            raise ValueError(f"{key.strip()}: the value is nested too deeply") from None
         except tomllib.TOMLDecodeError:
             parsed = value.strip()
         table: dict[str, Any] = tables

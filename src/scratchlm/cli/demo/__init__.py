@@ -6,13 +6,13 @@ prints and draws; this file runs them in order.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli import terminal
 from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def demo(
 
 def say(text: str = "") -> None:
     """Print a progress line to stderr; results go to standard output."""
-    print(text, file=sys.stderr, flush=True)
+    terminal.say(text, err=True)
 
 
 def _demo(args: DemoArgs, device_name: str) -> int:

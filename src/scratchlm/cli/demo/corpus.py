@@ -14,6 +14,7 @@ from scratchlm.cli.demo import SENTENCES, STEPS
 from scratchlm.config import preset
 from scratchlm.data import TokenFile, prepare
 from scratchlm.data.stories import END, Entropy, StorySource, to_text, to_words
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from scratchlm.training import DataFiles, Plan, TrainConfig, has_run, hold_run, read_plan
@@ -120,7 +121,7 @@ def new_plan(args: DemoArgs, say: Say) -> Plan:
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.txt"
     stories = SOURCE.stories(args.seed, args.sentences)
-    corpus.write_text("".join(map(to_text, stories)), encoding="utf-8")
+    write_atomically(corpus, "".join(map(to_text, stories)).encode())
     sentences = sum(story.count(".") for story in stories)
     say(f"wrote {len(stories):,} stories, {sentences:,} sentences: {corpus}")
     say(f"  {to_text(stories[0][:-1])}")

@@ -1,19 +1,28 @@
-"""Read small untrusted files: bounded in size, strictly parsed, refused in one line.
+"""Files from outside, opened one way: a regular file, inside its directory, of bounded size.
 
-A directory of weights is untrusted input. A file is opened only by a plain name inside the
-directory, only when it is a regular file, and JSON is read strictly: a size limit, no key twice,
-no NaN, no nesting that exhausts the stack.
+Every file that somebody else may have made (weights, configs, tokenizers, token files, manifests,
+logs) is opened here. A FIFO or a device is refused without waiting for it; JSON and TOML are read
+strictly: a size limit, no key twice, no NaN, no nesting that exhausts the stack. What is wrong is
+one line with the file's name.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import stat
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from scratchlm.errors import ScratchLMError
+
+MIB = 1 << 20
+# What the small files of a model or a run may take; real ones need a hundredth of it.
+MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = MIB, 16 * MIB
+MAX_SIDECAR_BYTES, MAX_TOKENIZER_BYTES = 64 * MIB, 256 * MIB
 
 # The maximum length of a file's name or value in an error message.
 _NAME_SHOWN = 80
@@ -36,6 +45,9 @@ def listed(names: Iterable[object], limit: int = 6) -> str:
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(shown(name) for name in every[:limit]) + more
+
+
+# Opening
 
 
 def inner_file(directory: Path, name: object) -> Path:
@@ -64,13 +76,54 @@ def inner_file(directory: Path, name: object) -> Path:
     return path
 
 
-def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `max_bytes`."""
-    size = path.stat().st_size
+def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading; anything else is refused, and never waited for."""
+    # Without O_NONBLOCK, opening a FIFO waits for its writer. A regular file does not mind it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ScratchLMError(f"{os.fspath(path)}: not a regular file")
+    return os.fdopen(fd, "rb", buffering)
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a regular file of at most `max_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > max_bytes else file.read(max_bytes + 1)
+    size = max(size, len(data))  # a file may grow while it is read
     if size > max_bytes:
-        raise ScratchLMError(f"{path}: must not exceed {max_bytes:,} bytes; got {size:,}")
-    with path.open("rb") as file:
-        return parse_json(file.read(size), str(path))
+        raise ScratchLMError(
+            f"{os.fspath(path)}: must not exceed {max_bytes:,} bytes; got {size:,}"
+        )
+    return data
+
+
+def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
+    """Read a regular file of UTF-8 text; line ends stay as they are."""
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ScratchLMError(f"{os.fspath(path)}: not UTF-8 at byte {error.start}") from None
+
+
+# Parsing
+
+
+def read_json(path: str | os.PathLike[str], max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `max_bytes`."""
+    return parse_json(read_bytes(path, max_bytes), os.fspath(path))
+
+
+def read_toml(path: str | os.PathLike[str], max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read a TOML file of at most `max_bytes`."""
+    text, what = read_text(path, max_bytes), os.fspath(path)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ScratchLMError(f"{what}: not valid TOML: nested too deeply") from None
+    except ValueError as error:
+        raise ScratchLMError(f"{what}: not valid TOML: {brief(error, 160)}") from None
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""Kill `prepare` for real, again and again, and see whether anything is lost.
+
+    python tests/faults/kill_preparation.py DIRECTORY KILLS SEED
+
+Each life is a forked child that prepares the same text into the same folder; this process sends it
+SIGKILL after a random time. When a life comes to its end, the token files must equal those of an
+undisturbed run, byte for byte. The last line printed is a JSON summary.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from scratchlm.data import TokenFile, prepare
+from scratchlm.errors import ScratchLMError
+from scratchlm.tokenizer import CharTokenizer
+
+
+def life(sources: Path, out: Path, tokenizer: CharTokenizer) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        prepare([sources], tokenizer, out, workers=1, val_fraction=0.2)
+        os._exit(0)
+    except BaseException as error:
+        print(f"a life ended in {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def ended_within(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    return None
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def why_not_whole(path: Path) -> str | None:
+    try:
+        with TokenFile(path) as tokens:
+            tokens.validate()
+    except ScratchLMError as error:
+        return str(error)
+    return None
+
+
+def main(directory: Path, wanted: int, seed: int) -> None:
+    sources = directory / "text"
+    sources.mkdir(parents=True)
+    chance = random.Random(seed)
+    for i in range(40):
+        words = " ".join(chance.choice(("cat", "dog", "sat", "on", "mat")) for _ in range(400))
+        (sources / f"{i:02d}.txt").write_text(words)
+    tokenizer = CharTokenizer(sorted("catdogsnm "), ["<|endoftext|>"])
+    began = time.monotonic()
+    assert (
+        os.waitstatus_to_exitcode(os.waitpid(life(sources, directory / "quiet", tokenizer), 0)[1])
+        == 0
+    )
+    whole = time.monotonic() - began
+    truth, kills, in_work, runs = files(directory / "quiet"), 0, 0, 0
+    while kills < wanted:
+        out = directory / f"out{runs}"
+        while True:
+            pid = life(sources, out, tokenizer)
+            code = ended_within(pid, chance.uniform(0, 0.7) * whole if kills < wanted else 1e9)
+            if code is not None:
+                assert code == 0, f"a life ended with {code}"
+                break
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            kills += 1
+            in_work += (out / ".prepare").exists()
+            for name in ("train", "val"):  # a finished file is whole; an unfinished one says so
+                why = why_not_whole(out / name)
+                assert why is None or "no such token file" in why or "not finished" in why
+        assert files(out) == truth, f"{out} differs"
+        assert not (out / ".prepare").exists()
+        runs += 1
+    print(json.dumps({"kills": kills, "in_work": in_work, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,183 @@
+"""Damage files from outside, thousands of times, and see that readers refuse them or take them.
+
+    python tests/faults/mutations.py DIRECTORY COUNT SEED
+
+A reader may succeed, or raise what is for the user (`cli/errors.py`), in one line; nothing else.
+Each read has a time limit, and the process a bound on its memory. The last line printed is a JSON
+summary.
+"""
+
+import json
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from scratchlm import checkpoint as ckpt
+from scratchlm.cli.account_models import find_model
+from scratchlm.cli.errors import is_for_the_user, one_line
+from scratchlm.config import load_config, preset, to_json, to_toml
+from scratchlm.data import TokenFile, iter_documents
+from scratchlm.inference import load_model
+from scratchlm.interop import read_hf
+from scratchlm.tokenizer import load_tokenizer
+from scratchlm.training import read_metrics, read_plan
+
+SECONDS, MEMORY = 20, 3 << 30  # for one read; for the process
+NUMBERS = [b"0", b"-1", b"1e308", b"NaN", b"2147483648", b"18446744073709551616", b"1" * 400]
+PIECES = [
+    b"null",
+    b"[]",
+    b"{}",
+    b'""',
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"\xff\xfe",
+    b"\x00",
+    b"\\ud800",
+]
+
+
+def mutate(data: bytes, chance: random.Random) -> bytes:
+    """Change a file in one or a few places."""
+    out = bytearray(data)
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        at = chance.randrange(len(out) + 1)
+        kind = chance.randrange(7)
+        if kind == 0 and out:  # a bit
+            out[min(at, len(out) - 1)] ^= 1 << chance.randrange(8)
+        elif kind == 1:  # an end
+            del out[at:]
+        elif kind == 2:  # a hole
+            del out[at : at + chance.randrange(1, 64)]
+        elif kind == 3:  # a repetition
+            out[at:at] = out[max(0, at - chance.randrange(1, 64)) : at]
+        elif kind == 4:  # another number in a number's place
+            digits = [i for i in range(len(out)) if 48 <= out[i] <= 57]
+            if digits:
+                i = chance.choice(digits)
+                out[i : i + 1] = chance.choice(NUMBERS)
+        elif kind == 5:  # another value
+            out[at : at + chance.randrange(8)] = chance.choice(PIECES)
+        else:  # zeros, as a file system leaves after a power cut
+            out[at : at + 512] = bytes(min(512, max(0, len(out) - at)))
+    return bytes(out)
+
+
+def readers(here: Path) -> dict[str, tuple[Path, object]]:
+    """Name every kind of file, with who reads it."""
+    step = here / "run" / "checkpoints" / "step-00000001"
+    return {
+        "checkpoint manifest.json": (
+            step / "manifest.json",
+            lambda p: ckpt.verify_checkpoint(step),
+        ),
+        "checkpoint config.json": (step / "config.json", load_config),
+        "checkpoint model.safetensors": (step / "model.safetensors", lambda p: load_model(step)),
+        "hf config.json": (here / "hf" / "config.json", lambda p: read_hf(here / "hf")),
+        "hf model.safetensors": (
+            here / "hf" / "model.safetensors",
+            lambda p: dict(read_hf(here / "hf").tensors()),
+        ),
+        "tokenizer.json": (here / "tokenizer.json", load_tokenizer),
+        "vocab.json": (here / "gpt2" / "vocab.json", lambda p: load_tokenizer(here / "gpt2")),
+        "merges.txt": (here / "gpt2" / "merges.txt", lambda p: load_tokenizer(here / "gpt2")),
+        "config.toml": (here / "c.toml", load_config),
+        "config.json": (here / "c.json", lambda p: find_model(str(p))),
+        "run config.toml": (here / "run" / "config.toml", lambda p: read_plan(here / "run")),
+        "metrics.jsonl": (here / "run" / "metrics.jsonl", lambda p: read_metrics(here / "run")),
+        "token file sidecar": (here / "data" / "train.json", lambda p: read_tokens(here)),
+        "token file": (here / "data" / "train.bin", lambda p: read_tokens(here)),
+        "JSON Lines": (here / "text.jsonl", lambda p: list(iter_documents([p]))),
+        "Parquet": (here / "text.parquet", lambda p: list(iter_documents([p]))),
+    }
+
+
+def read_tokens(here: Path) -> None:
+    with TokenFile(here / "data" / "train") as tokens:
+        tokens.validate()
+
+
+def make_world(here: Path) -> None:
+    """Write one good file of each kind."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from scratchlm import ModelConfig, TransformerLM
+    from scratchlm.interop import write_hf
+    from scratchlm.tokenizer import train_bpe
+    from scratchlm.tokenizer.bpe import Tokenizer
+    from scratchlm.training import DataFiles, Plan, TrainConfig
+    from scratchlm.training.plan import write_plan
+    from training.tiny import write_data
+
+    here.mkdir(parents=True)
+    text = here / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    config = ModelConfig(vocab_size=270, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    Tokenizer(*train_bpe(text, 270, ["<|endoftext|>"]), ["<|endoftext|>"]).save(here)
+    weights, file = TransformerLM(config).state_dict(), here / "tokenizer.json"
+    ckpt.write_checkpoint(
+        ckpt.checkpoint_path(here / "run", 1), model=weights, config=config, tokenizer_file=file
+    )
+    write_hf(here / "hf", config, weights, file)
+    data = write_data(here / "data")
+    plan = Plan(config, TrainConfig(), DataFiles(data / "train.bin", data / "val.bin", file))
+    write_plan(here / "run", plan)
+    clock = {"seconds": 0.1, "tokens_per_second": 5.0, "memory_bytes": 9}
+    line = {"step": 1, "loss": 1.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 9, "clock": clock}
+    (here / "run" / "metrics.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
+    (here / "gpt2").mkdir()
+    table = json.loads(file.read_text())["model"]
+    (here / "gpt2" / "vocab.json").write_text(json.dumps(table["vocab"], ensure_ascii=False))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in table["merges"]]
+    (here / "gpt2" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (here / "c.toml").write_text(to_toml(preset("qwen3-30b-a3b")))
+    (here / "c.json").write_text(to_json(preset("qwen3-30b-a3b")))
+    (here / "text.jsonl").write_text('{"text": "one document"}\n{"text": "another, größer"}\n')
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["one document", "another"]}), here / "text.parquet"
+    )
+
+
+def main(directory: Path, count: int, seed: int) -> None:
+    here = directory / "here"
+    make_world(here)
+    for path, read in readers(here).values():
+        read(path)  # each is good, and what is imported late is imported
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY + (32 << 30), MEMORY + (32 << 30)))
+    chance, summary = random.Random(seed), {"tried": 0, "refused": 0}
+    kinds = readers(here)
+    signal.signal(signal.SIGALRM, hung)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        name = list(kinds)[number % len(kinds)]
+        path, read = kinds[name]
+        good = path.read_bytes()
+        bad = mutate(good, chance)
+        path.write_bytes(bad)
+        signal.alarm(SECONDS)
+        try:
+            read(path)
+        except Exception as error:
+            if not is_for_the_user(error) or "\n" in one_line(error):
+                raise SystemExit(f"{name}, {number}: {error!r} for {bad[:300]!r}") from error
+            summary["refused"] += 1
+        finally:
+            signal.alarm(0)
+            path.write_bytes(good)
+        summary["tried"] += 1
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+    assert grown < 1024, f"memory grew by {grown} MB"
+    print(json.dumps({**summary, "grown_mb": grown}))
+
+
+def hung(*_: object) -> None:
+    raise SystemExit(f"a read took longer than {SECONDS} seconds")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
