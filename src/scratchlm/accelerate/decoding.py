@@ -69,7 +69,8 @@ def why_not_model(model: TransformerLM) -> str | None:
             return f"{name or 'a model'} that is hooked, replaced, patched or parametrised"
         if not has_fast_ops(module, OP_NAMES):
             return f"user-provided ops in {name or 'the model'}"
-        if isinstance(module, PositionTables) and len(next(module.buffers())) < module.max_seq_len:
+        is_table = isinstance(module, PositionTables)
+        if is_table and len(next(module.buffers())) < model.config.context_length:
             return "a context longer than its tables of positions"
     for layer in model.layers:
         attn: Any = layer.attn
