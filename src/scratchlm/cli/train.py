@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.threads import limit_openmp_spinning
-
 if TYPE_CHECKING:
     import torch
 
@@ -89,7 +87,6 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    limit_openmp_spinning()
     from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.training.settings import parse_overrides
 

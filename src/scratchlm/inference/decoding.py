@@ -29,6 +29,7 @@ from scratchlm.inference.requests import PastContext, check_num_logprobs, make_r
 from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling, Seen, sample, uniform
 from scratchlm.model import KVCache, TransformerLM
+from scratchlm.threads import share_cores
 
 if TYPE_CHECKING:
     from scratchlm.accelerate.decoding import Decoder
@@ -128,6 +129,8 @@ def stream(
         past_context=past_context,
     )
     check_num_logprobs(num_logprobs, model.config.vocab_size)
+    if model.token_embeddings.weight.device.type == "cpu":
+        share_cores()
     return _run(model, rows, num_logprobs, use_cache, accelerate)
 
 

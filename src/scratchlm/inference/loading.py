@@ -23,6 +23,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
 from scratchlm.interop import is_hf_directory, read_hf
 from scratchlm.model import TransformerLM
+from scratchlm.threads import share_cores
 from scratchlm.tokenizer import load_tokenizer
 
 Build = Callable[[ModelConfig, torch.dtype], TransformerLM]
@@ -61,6 +62,8 @@ def load_model(
     `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
     were passed over. `accelerate=False` leaves the model plain.
     """
+    if torch.device(device).type == "cpu":
+        share_cores()
     path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
     if not path.exists():
         raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")

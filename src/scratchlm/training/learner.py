@@ -30,6 +30,7 @@ from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.threads import share_cores
 from scratchlm.training.optimizers import ScalesGradients, WritesShadowWeights, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
@@ -46,6 +47,8 @@ class Learner:
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
+        if self.device.type == "cpu":
+            share_cores()
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
         if settings.accelerate:

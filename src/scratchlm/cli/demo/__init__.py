@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scratchlm.cli.threads import limit_openmp_spinning
-
 if TYPE_CHECKING:
     import torch
 
@@ -48,7 +46,6 @@ def demo(
     Exit status 0: the held-out loss is within 3 % of that floor and every probability shown within
     0.03 of the truth; 1: not. A demo that was interrupted goes on where it stopped.
     """
-    limit_openmp_spinning()
     from scratchlm.cli.demo.corpus import DemoArgs, remove_demo
 
     if seed < 0:
