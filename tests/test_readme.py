@@ -112,4 +112,5 @@ def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert project["version"] == scratchlm.__version__
-    assert re.findall(r"(?m)^## (\S+)", changelog)[0] == scratchlm.__version__
+    released = [name for name in re.findall(r"(?m)^## (\S+)", changelog) if name != "Unreleased"]
+    assert released[0] == scratchlm.__version__

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
+
 if TYPE_CHECKING:
     from scratchlm.training import Plan
 
@@ -30,6 +32,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens in a sequence.", show_default="the model's, ≤ 1024")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+    checkpoint: CheckpointOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -45,6 +48,7 @@ def evaluate(
         model,
         device=choose_device(device),
         accelerate=accelerate,
+        checkpoint=checkpoint,
         warn=lambda text: print(f"warning: {text}", file=sys.stderr),
     )
     context = context_length or min(loaded.config.context_length, 1024)
@@ -73,6 +77,7 @@ def evaluate(
             batches = ValidationBatches(tokens, context, batch_size)
             found = measure(loaded.model, batches, bytes_per_id=sizes)
     assert found is not None
+    say_checkpoint(model, loaded.source)
     figures = {
         "loss": found.loss,
         "perplexity": found.perplexity,
@@ -101,6 +106,7 @@ def compare(
     from scratchlm.accounting import count_parameters
     from scratchlm.training import read_metrics, read_plan
     from scratchlm.training.plots import draw_comparison
+    from scratchlm.training.report import mean_rate
 
     logs = {str(run): read_metrics(run) for run in runs}
     plans = {str(run): read_plan(run) for run in runs}
@@ -122,7 +128,7 @@ def compare(
             f"{steps[-1]['loss']:.4f}" if steps else "",
             f"{best['val_loss']:.4f}" if best else "",
             f"{best['step']:,}" if best else "",
-            f"{steps[-1]['clock']['tokens_per_second']:,.0f}" if steps else "",
+            f"{mean_rate(steps[-1]):,.0f}" if steps else "",
             ", ".join(_differences(base, plans[path])),
         )
     Console(width=None if Console().is_terminal else 160).print(table)

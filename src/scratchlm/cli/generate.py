@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
+
 if TYPE_CHECKING:
     from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
 
@@ -68,6 +70,7 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and of the best n.")
     ] = None,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
@@ -89,7 +92,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -125,6 +128,7 @@ def next_(
     prompt: Prompt,
     best: Annotated[int, typer.Option("--best", "-n", help="How many tokens to show.")] = 10,
     temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
@@ -137,7 +141,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -171,6 +175,7 @@ def chat(
     min_p: MinP = 0.0,
     repetition_penalty: Repetition = 1.0,
     seed: Seed = None,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
@@ -185,7 +190,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
@@ -336,7 +341,7 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
+def _load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate: bool) -> Loaded:
     import torch
 
     from scratchlm.inference import load_model
@@ -355,4 +360,13 @@ def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
     def warn(message: str) -> None:
         typer.echo(f"warning: {message}", err=True)
 
-    return load_model(model, device=device, dtype=kinds[dtype], accelerate=accelerate, warn=warn)
+    loaded = load_model(
+        model,
+        device=device,
+        dtype=kinds[dtype],
+        accelerate=accelerate,
+        checkpoint=checkpoint,
+        warn=warn,
+    )
+    say_checkpoint(model, loaded.source)
+    return loaded

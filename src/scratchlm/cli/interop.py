@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:
@@ -75,10 +76,9 @@ def import_(
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
-    ],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run, or a checkpoint.")],
     hf_dir: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The directory to make.")],
+    checkpoint: CheckpointOption = None,
     dtype: _DTypeOption = None,
     max_shard_gb: Annotated[
         float, typer.Option("--max-shard-gb", help="Begin a new file after so many gigabytes.")
@@ -93,7 +93,8 @@ def export(
 
     if not max_shard_gb > 0:
         raise ValueError(f"--max-shard-gb must be greater than 0; got {max_shard_gb}")
-    source = _find(checkpoint)
+    source = _find(model, checkpoint)
+    say_checkpoint(model, source)
     config = read_config(source)
     family = to_hf_config(config)["model_type"]
     tokenizer = source / "tokenizer.json"
@@ -111,15 +112,17 @@ def export(
     typer.echo(f"{hf_dir}: {family}, {_size(shapes)} parameters, {_tokenizer_note(hf_dir)}")
 
 
-def _find(path: Path) -> Path:
-    """Return the verified checkpoint a path names: itself, or a run's newest valid one."""
-    from scratchlm.checkpoint import is_checkpoint, newest_valid, verify_checkpoint
+def _find(path: Path, which: str | None) -> Path:
+    """Return the verified checkpoint a path names: itself, or one of a run."""
+    from scratchlm.checkpoint import choose_checkpoint, is_checkpoint, verify_checkpoint
     from scratchlm.errors import ScratchLMError
 
     if is_checkpoint(path):
+        if which is not None:
+            raise ScratchLMError(f"{path} is a checkpoint: there is no {which!r} to choose")
         verify_checkpoint(path)
         return path
-    found = newest_valid(path)
+    found = choose_checkpoint(path, which or "best")
     if found is None:
         raise ScratchLMError(f"{path} is neither a checkpoint nor a run with checkpoints")
     return found

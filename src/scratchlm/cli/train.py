@@ -39,6 +39,14 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out, or begin it.")
     ] = False,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="Start from a run, a checkpoint or a Hugging Face folder, with its tokenizer.",
+        ),
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="A model by name; see `scratchlm presets`.")
     ] = None,
@@ -61,11 +69,16 @@ def train(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Of the tokenizer that is learnt.")] = None,
     val: Annotated[Path | None, typer.Option(help="A token file to validate on.")] = None,
-    val_fraction: Annotated[float, typer.Option(help="How much of the text to hold out.")] = 0.1,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="How much of the text to hold out.", show_default="0.1")
+    ] = None,
     separator: Annotated[
         str | None, typer.Option(help="Split text files into documents at this text.")
     ] = None,
-    field: Annotated[str, typer.Option(help="The text's field in JSON Lines or Parquet.")] = "text",
+    field: Annotated[
+        str | None,
+        typer.Option(help="The text's field in JSON Lines or Parquet.", show_default="text"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
     accelerate: Annotated[
@@ -110,6 +123,7 @@ def train(
         val_fraction=val_fraction,
         separator=separator,
         text_field=field,
+        start=start,
         overrides=overrides,
     )
     status = _train(args, resume, device, ops, prompt, tensorboard)
@@ -120,8 +134,10 @@ def train(
 def _train(
     args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
+    from scratchlm.cli.starting import load_start
+    from scratchlm.cli.training_checks import check_place
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
-    from scratchlm.cli.training_setup import continue_plan, make_plan
+    from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.errors import ScratchLMError
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
     from scratchlm.training.learner import check_overrides
@@ -135,7 +151,9 @@ def _train(
             f"{args.out} holds a run already: --resume goes on with it, another --out begins a "
             "new one"
         )
-    check_overrides(args.overrides.get("train", {}), where.type)
+    check_place(args.out, resume)
+    given = args.overrides if begun else config_tables(args)
+    check_overrides(given.get("train", {}), where.type)
     machine = look_at_machine(where)
     plan = (continue_plan if begun else make_plan)(args, machine, _say)
     settings = plan.train.resolved(where.type)
@@ -150,6 +168,7 @@ def _train(
 
             def begin(learner: Any, run: Any, _: object) -> None:
                 _announce(plan, learner, run.progress.step)
+                console.best_loss = run.progress.best_loss
                 if board is not None:
                     board.begin(run.progress.step)
 
@@ -166,6 +185,7 @@ def _train(
                 warn=lambda message: _say(f"warning: {message}"),
                 should_stop=stop,
                 matmul_rate=machine.matmul_rate,
+                start=None if plan.start is None else lambda: load_start(plan),
             )
         if outcome.ended == "interrupted":
             step = outcome.progress.step
@@ -176,7 +196,11 @@ def _train(
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
     _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
     if outcome.progress.best_step not in (None, outcome.progress.step):
-        _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
+        _say(
+            f"warning: the held-out loss has risen since step {outcome.progress.best_step:,}, the "
+            "checkpoint that evaluate, generate and export take; fewer steps, a smaller model or "
+            "train.patience would save the rest"
+        )
     typer.echo(write_report(args.out))
     return 0
 
@@ -234,8 +258,9 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         f"vocabulary {model.vocab_size:,}"
     )
     _say(
-        f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens on "
-        f"{learner.device}, {settings.precision}"
+        f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens, "
+        f"{epochs(plan):.3g} epochs, on {learner.device}, {settings.precision}"
+        + (f"; starting from {plan.start}" if plan.start and not step else "")
         + (f"; going on from step {step:,}" if step else "")
     )
     on_cpu = learner.device.type == "cpu" and settings.precision == "fp32"
@@ -244,6 +269,14 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         reason = native.why_not()
         if reason is not None:
             _say(f"attention: torch's, which is slower; ours is not available: {reason}")
+
+
+def epochs(plan: Plan) -> float:
+    """Return how often a run reads its data."""
+    from scratchlm.data.token_file import read_sidecar
+
+    tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
+    return tokens / max(1, read_sidecar(plan.data.train).count)
 
 
 def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.Tensor | None]:

@@ -34,6 +34,7 @@ class TrainingConsole(Watcher):
         )
         self.task: TaskID | None = None
         self.held_out: str = ""
+        self.best_loss: float | None = None
         self._next_line = 0.0
 
     def __enter__(self) -> TrainingConsole:
@@ -92,6 +93,10 @@ class TrainingConsole(Watcher):
         perplexity = record["val_perplexity"]
         shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
         best = "  best so far" if record["best"] else ""
+        if record["best"] or self.best_loss is None:
+            self.best_loss = loss
+        elif loss > self.best_loss:
+            best = f"  rising: {loss - self.best_loss:.4f} above the best"
         self.say(f"step {record['step']:,}: held-out loss {loss:.4f}{shown}{per_byte}{best}")
 
     def sampled(self, record: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ positions, biases, tanh-GELU, tied).
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from scratchlm.config.model import ModelConfig
@@ -21,6 +20,7 @@ from scratchlm.config.parts import (
     RMSNorm,
     Rotary,
 )
+from scratchlm.errors import did_you_mean
 
 _GPT2_SIZES = {  # d_model, num_layers, num_heads
     "gpt2": (768, 12, 12),
@@ -107,5 +107,5 @@ def preset(name: str) -> ModelConfig:
     """Return a model by name; for an unknown name, suggest the closest one."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)
-    raise ValueError(f"unknown preset {name!r}; did you mean {near[0]!r}?")
+    near = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
+    raise ValueError(f"unknown preset {name!r}{near}")

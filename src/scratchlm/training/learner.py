@@ -248,7 +248,8 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
 
 def check_overrides(values: dict[str, Any], device: str) -> None:
     """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
-    about = ("cuda_graph", "shares", "precision", "accelerate")
+    about = {"cuda_graph", "shares", "precision", "accelerate"}
+    about |= {"checkpointing", "checkpointed_layers"}
     given = {name: values[name] for name in about if name in values}
     check_applicable(TrainConfig.from_dict(given).resolved(device), device)
 

@@ -3,6 +3,7 @@
 [model]   the ModelConfig
 [train]   the TrainConfig, resolved
 [data]    train, val and tokenizer: paths, relative to the run where they lie inside it
+[start]   from: the model whose weights the run began with, if any
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Plan:
     model: ModelConfig
     train: TrainConfig
     data: DataFiles
+    start: Path | None = None  # the model whose weights the run began with
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -66,6 +68,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "model": to_dict(plan.model),
             "train": plan.train.to_dict(),
             "data": plan.data.to_dict(run),
+            **({} if plan.start is None else {"start": {"from": str(plan.start.absolute())}}),
         }
     )
     write_atomically(run / NAME, text.lstrip("\n").encode())
@@ -76,10 +79,12 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
     path = Path(run) / NAME
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        start = tables.get("start", {}).get("from")
         return Plan(
             from_dict(tables["model"]),
             TrainConfig.from_dict(tables["train"]),
             DataFiles.from_dict(tables["data"], Path(run)),
+            None if start is None else Path(start),
         )
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None

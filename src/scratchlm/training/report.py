@@ -110,10 +110,11 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
             cards.append(("above the entropy floor", f"{best['val_loss'] / floor - 1:+.2%}"))
     cards += [
         ("time in steps", duration(clock["seconds"])),
-        ("tokens per second", f"{clock['tokens_per_second']:,.0f}"),
+        ("tokens per second", f"{mean_rate(last):,.0f}"),
     ]
     if "mfu" in clock:
-        cards.append((f"MFU ({clock['mfu_convention']})", f"{clock['mfu']:.1%}"))
+        mfu = clock["mfu"] * mean_rate(last) / clock["tokens_per_second"]
+        cards.append((f"MFU ({clock['mfu_convention']})", f"{mfu:.1%}"))
     return (
         '<div class="cards">'
         + "".join(
@@ -122,6 +123,11 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
         )
         + "</div>"
     )
+
+
+def mean_rate(last: Mapping[str, Any]) -> float:
+    """Return the tokens per second of all steps up to one; its own are those of the last few."""
+    return last["tokens"] / max(last["clock"]["seconds"], 1e-9)
 
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from scratchlm.checkpoint import (
     TRAINING_STATE,
+    best_step,
     checkpoint_path,
     clean_leftovers,
     find_checkpoints,
@@ -57,6 +58,7 @@ class Run:
     data: Mapping[str, Any]  # fingerprints of the token files
     tokenizer_file: Path | None = None
     progress: Progress = field(default_factory=Progress)
+    eos_token_ids: tuple[int, ...] = ()  # of a model that came with its own
     metrics: MetricsFile = field(init=False)
 
     def __enter__(self) -> Run:
@@ -76,6 +78,7 @@ class Run:
             state = read_tensors(path, learner.device, TRAINING_STATE)
             learner.load(read_tensors(path, learner.device), state)
             self.progress = Progress(**metadata["reached"])
+            self.eos_token_ids = tuple(metadata.get("eos_token_ids", ()))
             set_aside_after(self.directory, self.progress.step)
         self.metrics = MetricsFile(
             self.directory / NAME, self.progress.step, self.progress.evaluated
@@ -107,6 +110,7 @@ class Run:
                 "reached": asdict(self.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
+                **({"eos_token_ids": list(self.eos_token_ids)} if self.eos_token_ids else {}),
             },
         )
         verify_checkpoint(path)
@@ -124,7 +128,7 @@ class Run:
 def _best_step(path: Path) -> int | None:
     """The best step recorded in a checkpoint; None if it is damaged."""
     try:
-        return read_manifest(path)["metadata"]["reached"]["best_step"]
+        return best_step(path)
     except ScratchLMError:
         return None
 
