@@ -7,6 +7,7 @@ command, so that `scratchlm --help` answers at once.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -80,6 +81,7 @@ def main() -> None:
 
     What a user can cause is one line on stderr and exit status 2; a bug shows its traceback.
     """
+    warnings.showwarning = _show_warning
     try:
         status = app(prog_name="scratchlm", standalone_mode=False)
     except _UsageError as error:
@@ -93,6 +95,19 @@ def main() -> None:
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+_show_python_warning = warnings.showwarning
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any
+) -> None:
+    """Say a warning of ours on one line; others as Python does."""
+    if category is FutureWarning and "scratchlm" in filename:
+        print(f"warning: {fold(str(message))}", file=sys.stderr)
+    else:
+        _show_python_warning(message, category, filename, *rest, **more)
 
 
 def _explain(error: Any) -> None:

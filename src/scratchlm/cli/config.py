@@ -14,26 +14,52 @@ def register(app: typer.Typer) -> None:
     app.command("config")(config)
 
 
-def presets() -> None:
-    """List the models known by name."""
+def presets(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models known by name; `scratchlm config NAME` prints one whole."""
+    import json
+
     from rich.console import Console
     from rich.table import Table
 
-    from scratchlm.config import PRESETS
+    from scratchlm.accounting import count_parameters
+    from scratchlm.config import PRESETS, to_dict
 
-    table = Table("preset", box=None, pad_edge=False)
-    sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
-    for name in (*sizes, "vocab_size", "context_length"):
-        table.add_column(name, justify="right")
-    table.add_column("parts")
+    if as_json:
+        rows = {
+            name: {"parameters": count_parameters(model).unique, **to_dict(model)}
+            for name, model in PRESETS.items()
+        }
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("preset", "params", "layers", "d_model", "heads", "vocab", "context", "ffn"):
+        left = title in ("preset", "ffn")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
     for name, model in PRESETS.items():
-        parts = (model.positions, model.ffn, model.norm)
+        heads = f"{model.num_heads}" + (
+            f"/{model.num_kv_heads}" if model.num_kv_heads != model.num_heads else ""
+        )
         table.add_row(
             name,
-            *(f"{getattr(model, size):,}" for size in (*sizes, "vocab_size", "context_length")),
-            " ".join(type(part).__name__ for part in parts),
+            short_count(count_parameters(model).unique),
+            str(model.num_layers),
+            f"{model.d_model:,}",
+            heads,
+            f"{model.vocab_size:,}",
+            f"{model.context_length:,}",
+            type(model.ffn).__name__,
         )
-    Console(width=None if Console().is_terminal else 160).print(table)
+    Console(width=max(80, Console().width), highlight=False).print(table)
+
+
+def short_count(count: int) -> str:
+    """Write a count as people say it: 124M, 1.56B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)
 
 
 def config(
