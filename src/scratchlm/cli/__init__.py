@@ -26,12 +26,12 @@ from scratchlm.cli import (
     train,
 )
 from scratchlm.cli.errors import fold, is_for_the_user, one_line
+from scratchlm.cli.help import App
 
-app = typer.Typer(
+app = App(
     name="scratchlm",
     help="A Transformer language model you can see through.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

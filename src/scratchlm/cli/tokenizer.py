@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.help import App
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,7 +41,7 @@ NoSpecial = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    tokenizer = typer.Typer(
+    tokenizer = App(
         help="Train a tokenizer, and see what it does with a text.", no_args_is_help=True
     )
     tokenizer.command("train")(train)

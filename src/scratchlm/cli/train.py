@@ -31,7 +31,7 @@ def train(
         typer.Argument(
             help="Text files or folders, a folder made by `prepare`, or a token file; then "
             "changes to the config, such as model.d_model=256 or train.lr=1e-3.",
-            metavar="DATA [KEY=VALUE]",
+            metavar="DATA... [KEY=VALUE]...",
             show_default=False,
         ),
     ] = None,
