@@ -25,7 +25,7 @@ from scratchlm.cli import (
     tokenizer,
     train,
 )
-from scratchlm.cli.errors import fold, is_for_the_user, one_line
+from scratchlm.cli.errors import fit_terminal, fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
 
 app = App(
@@ -92,7 +92,7 @@ def main() -> None:
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(fit_terminal(f"error: {one_line(error)}"), file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
 
@@ -116,7 +116,5 @@ def _explain(error: Any) -> None:
         error.show()
         return
     command = error.ctx.command_path if error.ctx else "scratchlm"
-    print(
-        f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help",
-        file=sys.stderr,
-    )
+    message = f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help"
+    print(fit_terminal(message), file=sys.stderr)

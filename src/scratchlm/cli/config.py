@@ -63,12 +63,40 @@ def short_count(count: int) -> str:
 
 
 def config(
-    model: Annotated[str, typer.Argument(help="A preset, or a .toml or .json config file.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A preset, or a .toml or .json config file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="List every train. key.")] = False,
+    model_: Annotated[bool, typer.Option("--model", help="List every model. key.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="List every data. key.")] = False,
 ) -> None:
-    """Print a model's whole config, checked and with its defaults filled in."""
+    """Print a model's whole config, with its defaults filled in; or list the keys there are."""
     from scratchlm.config import load_config, preset, to_json, to_toml
 
+    if train or model_ or data:
+        if model is not None or json:
+            raise ValueError("--train, --model and --data list keys; leave MODEL and --json out")
+        _print_keys(train, model_, data)
+        return
+    if model is None:
+        raise ValueError("whose config? give MODEL; or --train, --model or --data for the keys")
     path = Path(model)
     resolved = load_config(path) if path.suffix in (".toml", ".json") else preset(model)
     typer.echo(to_json(resolved) if json else to_toml(resolved), nl=False)
+
+
+def _print_keys(train: bool, model: bool, data: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from scratchlm.cli.settings_help import data_keys, model_keys, train_keys
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("key", "type", "default", "meaning"):
+        table.add_column(title, no_wrap=title in ("key", "default"))
+    wanted = ((train, train_keys), (model, model_keys), (data, data_keys))
+    for key in [key for asked, keys in wanted if asked for key in keys()]:
+        name = key.name.replace("model.positions.scaling.", "….scaling.")
+        table.add_row(name, key.kind, key.default, key.meaning)
+    Console(width=max(80, Console().width), highlight=False).print(table)

@@ -8,6 +8,9 @@ that comes out of `int(…)`, torch or json, where nobody expected it, is a bug.
 from __future__ import annotations
 
 import errno
+import shutil
+import sys
+import textwrap
 from opcode import opmap
 
 from scratchlm.errors import ScratchLMError
@@ -52,3 +55,13 @@ def one_line(error: BaseException) -> str:
 def fold(text: str) -> str:
     """Fold white space, so that a text fits on one line."""
     return " ".join(text.split())
+
+
+def fit_terminal(text: str) -> str:
+    """Wrap a line at its spaces where it goes to a terminal, which would cut through words."""
+    if not sys.stderr.isatty():
+        return text
+    columns = max(40, shutil.get_terminal_size((80, 24)).columns)
+    return textwrap.fill(
+        text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

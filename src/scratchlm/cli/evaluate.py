@@ -41,6 +41,8 @@ def evaluate(
     from scratchlm.cli.train import bytes_of_ids, choose_device
     from scratchlm.cli.training_setup import is_prepared, is_token_file
     from scratchlm.data import TokenFile, ValidationBatches, prepare
+    from scratchlm.data.token_file import read_sidecar
+    from scratchlm.errors import ScratchLMError
     from scratchlm.inference.loading import load_model
     from scratchlm.training import evaluate as measure
 
@@ -66,6 +68,8 @@ def evaluate(
         else:
             prepare([path], loaded.need_tokenizer(), folder, val_fraction=0.0)
             file = Path(folder) / "train"
+            if read_sidecar(file).count < 2:
+                raise ScratchLMError(f"{data} is too short to evaluate on: less than 2 tokens")
         tokenizer = loaded.tokenizer
         known = None if tokenizer is None else tokenizer.fingerprint()
         with TokenFile(

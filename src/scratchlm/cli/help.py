@@ -21,8 +21,10 @@ COMMANDS = {
     "Know what it costs and what runs": ("account", "explain"),
     "Exchange": ("import", "export"),
 }
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical", "repetition_penalty")
-_SAMPLING += ("presence_penalty", "frequency_penalty", "logit_bias", "seed")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "typical", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "seed"),
+)
 _MEANS = ("checkpoint", "device", "dtype", "accelerate", "ops", "cache")
 GROUPS: dict[str, dict[str, Sequence[str]]] = {
     "train": {

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.errors import fit_terminal
+
 if TYPE_CHECKING:
     import torch
 
@@ -139,11 +141,14 @@ def _train(
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.errors import ScratchLMError
+    from scratchlm.ops import OPS
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
     from scratchlm.training.learner import check_overrides
 
     if tensorboard:
         TensorBoard.require()
+    if ops not in OPS:
+        raise ValueError(f"--ops must be one of {', '.join(OPS)}; got {ops!r}")
     where = choose_device(device)
     begun = has_run(args.out)
     if begun and not resume:
@@ -206,7 +211,7 @@ def _train(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(fit_terminal(text), file=sys.stderr, flush=True)
 
 
 def choose_device(name: str) -> torch.device:

@@ -51,7 +51,7 @@ class TrainingConsole(Watcher):
 
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, markup=False, soft_wrap=not self.live)
 
     def stepped(self, record: dict[str, Any]) -> None:
         """Update the bar, or print a line every LINE_SECONDS."""
