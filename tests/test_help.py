@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from scratchlm.accounting import SYMBOLS
 from scratchlm.cli import app
@@ -115,7 +116,7 @@ def run_cli(*arguments, **environment):
 
 def test_config_lists_every_key_within_80_columns():
     for option, keys in (("--train", train_keys()), ("--data", data_keys())):
-        text = run_cli("config", option, COLUMNS="80").stdout
+        text = CliRunner().invoke(app, ["config", option], env={"COLUMNS": "80"}).stdout
         assert max(map(len, text.splitlines())) <= 80
         assert [key.name for key in keys] == re.findall(r"(?m)^\w+\.\S+", text)
 
@@ -133,6 +134,20 @@ def test_the_legend_explains_every_symbol():
     assert max(map(len, text.splitlines())) <= 80
     for name, meaning in SYMBOLS.items():
         assert re.search(rf"(?m)^{re.escape(name)} +{re.escape(meaning.split()[0])}", text), name
+
+
+def test_errors_use_the_words_of_the_command_line():
+    from scratchlm.cli.errors import one_line
+    from scratchlm.inference import Sampling
+
+    for wrong in ({"top_k": 0}, {"top_p": 2.0}, {"min_p": 2.0}, {"presence_penalty": float("nan")}):
+        with pytest.raises(ValueError) as error:
+            Sampling(**wrong)
+        (name,) = wrong
+        assert "--" + name.replace("_", "-") in one_line(error.value)
+        assert name not in one_line(error.value)
+    told = one_line(ValueError("must fit (past_context='slide' forgets the oldest)"))
+    assert told == "must fit (--past-context slide forgets the oldest)"
 
 
 def test_lines_for_a_terminal_break_between_words(monkeypatch):
