@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,6 +137,7 @@ def train(
 def _train(
     args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
+    from scratchlm.cli.attention_picture import attention_section
     from scratchlm.cli.starting import load_start
     from scratchlm.cli.training_checks import check_place
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
@@ -206,7 +208,9 @@ def _train(
             "checkpoint that evaluate, generate and export take; fewer steps, a smaller model or "
             "train.patience would save the rest"
         )
-    typer.echo(write_report(args.out))
+    heads = attention_section(args.out)
+    command = shlex.join(["scratchlm", *sys.argv[1:]])
+    typer.echo(write_report(args.out, sections=[heads] if heads else [], command=command))
     return 0
 
 

@@ -108,6 +108,7 @@ def _show(world: World) -> int:
     """Print the model's next words beside the truth, write the report, return the exit status."""
     from rich.console import Console
 
+    from scratchlm.cli.attention_picture import attention_section
     from scratchlm.cli.demo.showing import (
         collect_result,
         html_sections,
@@ -130,7 +131,11 @@ def _show(world: World) -> int:
         world.out,
         title="scratchlm demo: a world whose truth is known",
         floor=world.floor,
-        sections=html_sections(world, result, comparisons, stories),
+        sections=[
+            *html_sections(world, result, comparisons, stories),
+            *filter(None, [attention_section(world.out)]),
+        ],
+        command="scratchlm demo",
     )
     print_verdict(console, world, result)
     console.print(f"report  {report}", markup=False, soft_wrap=True)
