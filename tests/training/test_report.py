@@ -76,6 +76,12 @@ def test_smoothing_has_no_lag():
     assert curves.smooth_loss() == pytest.approx(line)
 
 
+def test_smoothing_leaves_no_noise_at_the_ends():
+    noisy = [2.0 + (0.5 if i % 2 else -0.5) for i in range(1000)]
+    smooth = Curves(list(range(1000)), noisy, [], [], [], []).smooth_loss()
+    assert max(abs(value - 2.0) for value in smooth) < 0.2
+
+
 def test_a_report_says_how_the_run_was_made(run):
     page = write_report(run, command="scratchlm train 'my file.txt'").read_text()
     text = re.sub(r"<[^>]+>", " ", page)

@@ -63,8 +63,7 @@ def write_report(
         Section("In short", _summary(records, floor)),
         Section(
             "Loss, learning rate, throughput",
-            f'<picture><source media="(max-width: 600px)" srcset="{_data_uri(narrow)}">'
-            f'<img alt="loss curves" src="{_data_uri(picture)}"></picture>',
+            picture_html("loss curves", picture, narrow),
         ),
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
@@ -258,6 +257,14 @@ def duration(seconds: float) -> str:
 
 def _format_bytes(count: float) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
+
+
+def picture_html(alt: str, wide: bytes, narrow: bytes) -> str:
+    """Embed a picture in two widths: for a screen and for a phone."""
+    return (
+        f'<picture><source media="(max-width: 600px)" srcset="{_data_uri(narrow)}">'
+        f'<img alt="{html.escape(alt)}" src="{_data_uri(wide)}"></picture>'
+    )
 
 
 def _data_uri(png: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import math
@@ -20,7 +19,7 @@ from scratchlm.cli.demo.words import Comparison, GeneratedStory
 from scratchlm.cli.training_console import TrainingConsole
 from scratchlm.training import read_metrics
 from scratchlm.training.plots import COLOURS, Curves
-from scratchlm.training.report import Section, duration, table
+from scratchlm.training.report import Section, duration, picture_html, table
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -219,8 +218,9 @@ def html_sections(
             "<p>This one could not, for the word that stands out:</p>"
             f"<blockquote>{before} <mark>{word}</mark>{after}</blockquote>"
         )
-    excess_plot = base64.b64encode(draw_excess_loss(read_metrics(world.out), world.floor)).decode()
-    picture = f'<img alt="distance from the floor" src="data:image/png;base64,{excess_plot}">'
+    records = read_metrics(world.out)
+    wide, narrow = (draw_excess_loss(records, world.floor, narrow=kind) for kind in (False, True))
+    picture = picture_html("distance from the floor", wide, narrow)
     return [
         Section("What was promised", f"<ul>{judged}</ul>{picture}{source}"),
         Section("The next word: truth and model", _STYLE + "".join(map(_html_words, comparisons))),
@@ -232,20 +232,24 @@ def html_sections(
     ]
 
 
-def draw_excess_loss(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
+def draw_excess_loss(
+    records: Sequence[Mapping[str, Any]], floor: float, *, narrow: bool = False
+) -> bytes:
     """Draw the excess of the losses over the floor: on a log scale, linear around the floor."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     curves = Curves.of(records)
-    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4, 3.4) if narrow else (9, 3.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
+    lowest = -1.0
     for steps, losses, colour, name in (
         (curves.steps, curves.smooth_loss(), COLOURS[0], "training, smoothed"),
         (curves.val_steps, curves.val_loss, COLOURS[1], "held-out"),
     ):
         excess = [100 * (loss / floor - 1) for loss in losses]
         axes.plot(steps, excess, color=colour, lw=1.4, label=name)
+        lowest = min([lowest, *excess])
     axes.axhline(100 * LOSS_WITHIN, color="#6b7280", ls=":", lw=1.2, label="promised")
     axes.axhline(0, color="#111827", lw=1.0, label="the floor")
     # A few batches may have a loss below the floor by chance: linear around it, log beyond.
@@ -253,6 +257,7 @@ def draw_excess_loss(records: Sequence[Mapping[str, Any]], floor: float) -> byte
     axes.set_yticks([-1, 0, 1, 3, 10, 30, 100, 300])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(bottom=1.2 * lowest)
     axes.set_xlabel("step")
     axes.set_ylabel("loss above the floor")
     axes.grid(alpha=0.25, lw=0.6)
