@@ -53,7 +53,6 @@ reveal_type(model.ops.softmax(torch.zeros(1)))
 
 
 def test_a_type_checker_knows_what_a_model_returns(tmp_path):
-    pytest.importorskip("mypy", reason="`make check` installs it")
     (tmp_path / "mine.py").write_text(TYPED)
     root = Path(scratchlm.__file__).parent.parent
     options = ("--python-version=3.11", "--follow-imports=silent", "mine.py")

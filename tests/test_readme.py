@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "examples" / "README.md",
 ]
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 
