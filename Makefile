@@ -63,10 +63,14 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/decode.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
 
+# Rewrites the generated pages, then builds the site into site/ (index.html opens in a browser).
 docs: $(STAMP)
 	$(BIN)/python docs/make_accounting.py
 	$(BIN)/python docs/make_settings.py
+	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_tree.py
+	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -129,6 +129,14 @@ def test_the_page_of_settings_is_what_the_code_says():
     assert make.PAGE.read_text(encoding="utf-8") == make.page(), "run: python docs/make_settings.py"
 
 
+def test_the_page_of_commands_is_what_help_prints():
+    path = ROOT / "docs" / "make_cli.py"
+    spec = importlib.util.spec_from_file_location("make_cli", path)
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert make.PAGE.read_text(encoding="utf-8") == make.page(), "run: python docs/make_cli.py"
+
+
 def test_the_legend_explains_every_symbol():
     text = run_cli("account", "--legend").stdout
     assert max(map(len, text.splitlines())) <= 80

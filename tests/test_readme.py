@@ -1,5 +1,6 @@
 """The papers say what is true now: tree, rooms, commands, links, code, version."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -115,3 +116,16 @@ def test_the_version_is_the_same_everywhere():
     assert project["version"] == scratchlm.__version__
     released = [name for name in re.findall(r"(?m)^## (\S+)", changelog) if name != "Unreleased"]
     assert released[0] == scratchlm.__version__
+
+
+def test_the_site_has_every_page_and_documents_what_exists():
+    """Built by `make docs`; here its navigation and the names it documents are read."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:")[2]))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    names = re.findall(r"(?m)^::: (\S+)\.(\w+)$", page)
+    assert len(names) > 10
+    for module, name in names:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
