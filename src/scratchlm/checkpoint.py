@@ -129,6 +129,8 @@ def choose_checkpoint(
     if newest is None or best is None or best == step_of(newest):
         return newest
     path = checkpoint_path(run, best)
+    if best == 0 and not path.is_dir():  # random weights were the best, and are not kept
+        return newest
     try:
         verify_checkpoint(path)
         return path

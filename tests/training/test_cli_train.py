@@ -221,7 +221,7 @@ WRONG = {
     "binary": (("BINARY",), "BINARY"),
     "bad ops": (
         ("DATA", "--ops", "slow"),
-        "ops must be a set of ops or one of reference, fast; got 'slow'",
+        "--ops must be one of reference, fast; got 'slow'",
     ),
     "micro": (("DATA", "train.micro_batch_size=999"), "must not exceed batch_size"),
 }

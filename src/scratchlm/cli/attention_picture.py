@@ -20,7 +20,7 @@ def attention_section(run: Path) -> Section | None:
     from scratchlm.training import Section, read_metrics
 
     samples = [line["samples"] for line in read_metrics(run) if line.get("samples")]
-    loaded = load_model(run)
+    loaded = load_model(run, accelerate=False)
     if not samples or loaded.tokenizer is None:
         return None
     ids = loaded.tokenizer.encode(samples[-1][0])[: min(TOKENS, loaded.config.context_length)]
