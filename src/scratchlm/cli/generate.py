@@ -147,7 +147,7 @@ def check_beam(
 def next_(
     model: ModelArgument,
     prompt: Prompt,
-    best: Annotated[int, typer.Option("--best", "-n", min=1, help="How many tokens to show.")] = 10,
+    best: Annotated[int, typer.Option("--best", "-n", help="How many tokens to show.")] = 10,
     temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
     attention: Annotated[
         str | None,
