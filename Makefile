@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: install demo check lint types test test-slow bench bench-cpu bench-gpu docs clean
+.PHONY: install demo check lint types test test-quick test-slow bench bench-cpu bench-gpu docs clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -30,6 +30,14 @@ check: lint types
 
 test: check
 	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow"
+
+# The core, in under two minutes: formulas, layers, tokenizer, data, steps, command line, pages.
+QUICK := tests/ops/test_reference.py tests/model/test_layers.py tests/model/test_properties.py \
+	tests/tokenizer/test_bpe_encoding.py tests/data/test_batches.py tests/training/test_step.py \
+	tests/training/test_schedules.py tests/inference/test_sampling.py tests/checkpoint \
+	tests/test_architecture.py tests/test_cli.py tests/test_config.py tests/test_help.py
+test-quick: $(STAMP)
+	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow" $(QUICK)
 
 test-slow: $(STAMP)
 	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
@@ -57,9 +65,14 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/engine.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
 
+# Rewrites the generated pages, then builds the site into site/ (index.html opens in a browser).
 docs: $(STAMP)
 	$(BIN)/python docs/make_accounting.py
+	$(BIN)/python docs/make_settings.py
+	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_tree.py
+	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

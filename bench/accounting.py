@@ -55,10 +55,10 @@ CONFIGURATIONS: dict[str, tuple[ModelConfig, Setup]] = {
         MEDIUM,
         Setup(batch=16, execution=Execution(loss="unfused")),
     ),
-    "gpt2-xl, batch 8": (preset("gpt2-xl"), Setup(batch=8)),
-    "gpt2-xl, batch 1": (preset("gpt2-xl"), Setup(batch=1)),
+    "cs336-gpt2-xl, batch 8": (preset("cs336-gpt2-xl"), Setup(batch=8)),
+    "cs336-gpt2-xl, batch 1": (preset("cs336-gpt2-xl"), Setup(batch=1)),
     "qwen3-0.6b, batch 8, 2,048 tokens": (preset("qwen3-0.6b"), Setup(batch=8, context=2_048)),
-    "openai-gpt2, batch 32": (preset("openai-gpt2"), Setup(batch=32)),
+    "gpt2, batch 32": (preset("gpt2"), Setup(batch=32)),
     "llama3.2-1b, batch 2, 8,192 tokens, block": (
         preset("llama3.2-1b"),
         Setup(batch=2, context=8_192, execution=Execution(checkpointing="block")),
@@ -116,7 +116,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     caches = []
     for name, batch, capacity in (
-        ("gpt2-xl", 4, 1_024),
+        ("cs336-gpt2-xl", 4, 1_024),
         ("qwen3-0.6b", 16, 4_096),
         ("llama3-8b", 2, 8_192),
     ):

@@ -35,7 +35,7 @@ from scratchlm.paged import LAST, PagedCache, Step
 PROMPT, STEPS, PEER_STEPS, LIMIT_S = 64, 256, 16, 30
 COMPILED_LAYERS = 28  # the most that transformers is compiled with: more takes minutes
 SHAPES = {
-    "gpt2-xl": (PRESETS["gpt2-xl"].replace(context_length=1024), 0.75),
+    "gpt2-xl": (PRESETS["cs336-gpt2-xl"].replace(context_length=1024), 0.75),
     "medium": (ModelConfig(50_304, 1024, 1024, 24, 16, 2752), 0.55),
     "qwen3-0.6b": (PRESETS["qwen3-0.6b"].replace(context_length=2048), 0.50),
 }

@@ -28,11 +28,11 @@ from train_gpu import Shape, median_seconds, our_step
 
 SETTINGS = {"precision": "bf16-mixed"}
 SHAPES = {
-    "gpt2": Shape(PRESETS["gpt2"], 32, 1024, ""),
+    "gpt2": Shape(PRESETS["cs336-gpt2"], 32, 1024, ""),
     "llama3.2-1b": Shape(replace(PRESETS["llama3.2-1b"], context_length=2048), 4, 2048, ""),
     "qwen3-0.6b": Shape(replace(PRESETS["qwen3-0.6b"], context_length=2048), 4, 2048, ""),
     "qwen3-1.7b": Shape(replace(PRESETS["qwen3-1.7b"], context_length=2048), 4, 2048, ""),
-    "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, ""),
+    "gpt2-xl": Shape(PRESETS["cs336-gpt2-xl"], 8, 1024, ""),
 }
 SHADOW = "bf16 shadow weights"
 # Left out together: the next best implementation of the same thing is none of ours.

@@ -39,7 +39,7 @@ CONFIGS = {
         d_ff=2048,
         positions=Rotary(5e5, "half"),
     ),
-    "GPT-2 124M, transposed": preset("openai-gpt2"),
+    "GPT-2 124M, transposed": preset("gpt2"),
 }
 
 

@@ -63,11 +63,13 @@ SHAPES = {
     "small": Shape(
         ModelConfig(32_000, 1024, 512, 8, 8, 1408), 32, 1024, "llama compiled", target="0.57"
     ),
-    "gpt2-xl": Shape(PRESETS["gpt2-xl"], 8, 1024, "llama eager", target="0.62", fp8_target="0.80"),
+    "gpt2-xl": Shape(
+        PRESETS["cs336-gpt2-xl"], 8, 1024, "llama eager", target="0.62", fp8_target="0.80"
+    ),
     "qwen3-0.6b": Shape(
         _QWEN3, 8, 2048, "qwen3 compiled", "selective", 25, target="0.65 in 18 GiB"
     ),
-    "gpt2": Shape(PRESETS["gpt2"], 32, 1024, "gpt compiled", target="0.70"),
+    "gpt2": Shape(PRESETS["cs336-gpt2"], 32, 1024, "gpt compiled", target="0.70"),
     "llama3.2-1b": Shape(
         replace(PRESETS["llama3.2-1b"], context_length=2048), 4, 2048, "llama compiled"
     ),

@@ -24,7 +24,7 @@ from scratchlm.cli.account_tables import human
 from scratchlm.config import preset
 
 HERE = Path(__file__).parent
-FAMILY = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+FAMILY = ("cs336-gpt2", "cs336-gpt2-medium", "cs336-gpt2-large", "cs336-gpt2-xl")
 CONTEXTS = [1_024 * 2**n for n in range(8)]
 
 
@@ -62,7 +62,7 @@ def shares_table(first: str, rows: list[Summary]) -> str:
 
 def page() -> str:
     """Write the page."""
-    config = preset("gpt2-xl")
+    config = preset("cs336-gpt2-xl")
     xl = account(config, Setup())
     training = account(config, Setup(phase="training", batch=8))
     contexts = sweep(config, Setup(), "context_length", CONTEXTS)
@@ -136,10 +136,10 @@ def plots(folder: Path) -> None:
     """Draw the page's plots."""
     family = [summarize(name, preset(name), Setup()) for name in FAMILY]
     plot_summaries("model", family, folder / "family.png")
-    contexts = sweep(preset("gpt2-xl"), Setup(), "context_length", CONTEXTS)
+    contexts = sweep(preset("cs336-gpt2-xl"), Setup(), "context_length", CONTEXTS)
     plot_summaries("context_length", contexts, folder / "contexts.png")
-    training = account(preset("gpt2-xl"), Setup(phase="training", batch=8), machine="h200")
-    plot_account("gpt2-xl", training, "full", folder / "gpt2-xl.png")
+    training = account(preset("cs336-gpt2-xl"), Setup(phase="training", batch=8), machine="h200")
+    plot_account("cs336-gpt2-xl", training, "full", folder / "gpt2-xl.png")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ SRC = Path(__file__).parent.parent / "src" / "scratchlm"
 
 # room -> the rooms it may import (itself is always allowed). See docs/architecture.md.
 MAY_IMPORT = {
-    "__init__": {"config", "model"},
+    "__init__": {
+        *("config", "model", "ops", "accounting", "inference", "tokenizer", "training", "errors"),
+    },
     "errors": set(),
     "untrusted": {"errors"},
     "durable": {"errors"},
+    "threads": set(),
     "config": {"errors", "untrusted"},
     "ops": {"durable", "errors"},
     "model": {"config", "ops"},
@@ -28,12 +31,12 @@ MAY_IMPORT = {
     "parallel": {"model", "accelerate", "acceleration", "errors"},
     "training": {
         *("model", "accelerate", "acceleration", "parallel", "data", "accounting", "checkpoint"),
-        *("config", "ops", "durable", "errors", "untrusted"),
+        *("config", "ops", "durable", "errors", "untrusted", "threads"),
     },
     "interop": {"config", "durable", "errors", "untrusted"},
     "inference": {
         *("model", "acceleration", "paged", "tokenizer", "checkpoint", "interop", "config"),
-        *("accounting", "errors", "untrusted"),
+        *("accounting", "errors", "untrusted", "threads"),
     },
     "inspect": {"model", "inference", "errors"},
     "evaluation": {"inference", "errors"},
@@ -49,6 +52,7 @@ OUTSIDE = {
     "errors": set(),
     "untrusted": set(),
     "durable": set(),
+    "threads": {"torch"},
     "config": set(),
     "accounting": set(),
     "tokenizer": {"regex", "numpy", "tokenizers"},

@@ -1,6 +1,7 @@
 """The command line as a whole: quick to answer, one line for a mistake, a traceback for a bug."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scratchlm.cli.errors import is_for_the_user, one_line
+from scratchlm.config import PRESETS
 from scratchlm.errors import ScratchLMError
 
 
@@ -218,3 +220,20 @@ def test_a_bug_shows_its_traceback_and_exits_with_1():
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     assert "invalid literal" in result.stderr
+
+
+def test_presets_fit_80_columns_and_no_name_is_cut():
+    text = scratchlm("presets", env={**os.environ, "COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    rows = {line.split()[0]: line.split()[1] for line in text.splitlines()[1:]}
+    assert list(rows) == list(PRESETS)
+    assert rows["gpt2"] == "124M"  # what people mean by it
+    assert rows["cs336-gpt2"] == "190M"
+    table = json.loads(scratchlm("presets", "--json").stdout)
+    assert table["gpt2"]["parameters"] == 124_439_808
+
+
+def test_an_old_name_of_a_preset_still_works_with_a_line():
+    done = scratchlm("config", "openai-gpt2")
+    assert done.stderr == "warning: the preset openai-gpt2 is now called gpt2\n"
+    assert done.stdout == scratchlm("config", "gpt2").stdout

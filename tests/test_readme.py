@@ -1,5 +1,6 @@
 """The papers say what is true now: tree, rooms, commands, links, code, version."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -19,6 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "examples" / "README.md",
 ]
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 
@@ -112,5 +114,18 @@ def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert project["version"] == scratchlm.__version__
-    released = [v for v in re.findall(r"(?m)^## (\S+)", changelog) if v != "Unreleased"]
+    released = [name for name in re.findall(r"(?m)^## (\S+)", changelog) if name != "Unreleased"]
     assert released[0] == scratchlm.__version__
+
+
+def test_the_site_has_every_page_and_documents_what_exists():
+    """Built by `make docs`; here its navigation and the names it documents are read."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:")[2]))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    names = re.findall(r"(?m)^::: (\S+)\.(\w+)$", page)
+    assert len(names) > 10
+    for module, name in names:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

@@ -134,14 +134,15 @@ def newest_valid(
     return None
 
 
-def read_newest(
+def read_chosen(
     run: str | os.PathLike[str],
     read: Callable[[Path], T],
+    which: str | int = "best",
     warn: Callable[[str], None] | None = None,
 ) -> T | None:
-    """Read a run's newest whole checkpoint, or the next one where it vanishes meanwhile."""
+    """Read a run's checkpoint (`choose_checkpoint`), or the next where it vanishes meanwhile."""
     for _ in range(RESCANS):
-        path = newest_valid(run, warn)
+        path = choose_checkpoint(run, which, warn)
         if path is None:
             return None
         try:
@@ -150,6 +151,46 @@ def read_newest(
             if path.exists():
                 raise
     raise ScratchLMError(f"{run}: checkpoints are replaced faster than they can be read")
+
+
+def choose_checkpoint(
+    run: str | os.PathLike[str],
+    which: str | int = "best",
+    warn: Callable[[str], None] | None = None,
+) -> Path | None:
+    """Return a run's checkpoint: the best on held-out data, the last, or that of a step.
+
+    `best` is the last where nothing was held out. None where the run has no checkpoint at all.
+    """
+    word = str(which)
+    if word not in ("best", "last") and not word.isdecimal():
+        raise ScratchLMError(f"a checkpoint is best, last or a step; got {word!r}")
+    if word.isdecimal():
+        path = checkpoint_path(run, int(word))
+        if not path.is_dir():
+            steps = ", ".join(str(step_of(found)) for found in find_checkpoints(run)) or "none"
+            raise ScratchLMError(f"{run} keeps no checkpoint of step {word}; it has {steps}")
+        verify_checkpoint(path)
+        return path
+    newest = newest_valid(run, warn)
+    best = None if newest is None or word == "last" else best_step(newest)
+    if newest is None or best is None or best == step_of(newest):
+        return newest
+    path = checkpoint_path(run, best)
+    if best == 0 and not path.is_dir():  # random weights were the best, and are not kept
+        return newest
+    try:
+        verify_checkpoint(path)
+        return path
+    except ScratchLMError as error:
+        message = f"the best checkpoint cannot be used ({error}); taking the last, {newest.name}"
+        warnings.warn(message, stacklevel=2) if warn is None else warn(message)
+        return newest
+
+
+def best_step(path: str | os.PathLike[str]) -> int | None:
+    """Return the step whose held-out loss was the best when a checkpoint was written."""
+    return read_manifest(path)["metadata"].get("reached", {}).get("best_step")
 
 
 # Reading

@@ -35,7 +35,7 @@ def refusal(*arguments):
 
 
 def test_the_worked_example_is_in_the_tables():
-    text = run("gpt2-xl")
+    text = run("cs336-gpt2-xl")
     for number in (
         "2,127,057,600",
         "8.51 GB",
@@ -72,7 +72,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(arguments, columns, monkeypatch
 
 
 def test_json_holds_every_item_with_its_formula():
-    table = json.loads(run("gpt2-xl", "--json", "--gpu", "h200"))
+    table = json.loads(run("cs336-gpt2-xl", "--json", "--gpu", "h200"))
     assert table["parameters"]["unique"] == 2_127_057_600
     forward = table["flops"]["full"]
     assert forward["value"] == 4_513_336_524_800
@@ -91,7 +91,7 @@ def test_csv_rows_sum_up():
 
 
 def test_a_sweep_as_csv_has_plain_numbers():
-    text = run("gpt2-xl", "--sweep", "context_length=1024..131072", "--csv")
+    text = run("cs336-gpt2-xl", "--sweep", "context_length=1024..131072", "--csv")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [int(row["context_length"]) for row in rows] == [1024 * 2**n for n in range(8)]
     assert float(rows[4]["share attention"]) == pytest.approx(0.552, abs=0.001)
@@ -107,7 +107,7 @@ def test_plots_are_drawn(arguments, convention, tmp_path):
 
 
 def test_verify_prints_equal_numbers():
-    text = run("gpt2", "--verify", "--context", "64")
+    text = run("cs336-gpt2", "--verify", "--context", "64")
     assert text.count("equal") == 14
     assert "grouped matmuls of experts" in text
 

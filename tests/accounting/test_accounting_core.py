@@ -21,7 +21,7 @@ from scratchlm.accounting.expr import Num, Sym, ceil_div, largest, least
 from scratchlm.accounting.work import PHASES
 from scratchlm.config import MLP, PRESETS, Attention, Learned, ModelConfig, MoE, preset
 
-XL = preset("gpt2-xl")
+XL = preset("cs336-gpt2-xl")
 
 
 def flops(config, phase="forward", convention="full", execution=None, **work):
@@ -124,7 +124,7 @@ def test_gpt2_xl_at_16k_tokens():
 
 def test_across_the_family_ffn_and_projections_grow_and_attention_and_head_shrink():
     shares = {name: [] for name in ("projections", "attention", "feed-forward", "LM head")}
-    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+    for name in ("cs336-gpt2", "cs336-gpt2-medium", "cs336-gpt2-large", "cs336-gpt2-xl"):
         tree = flops(preset(name))
         for part, seen in shares.items():
             item = tree[part]
@@ -144,8 +144,8 @@ def test_across_the_family_ffn_and_projections_grow_and_attention_and_head_shrin
 @pytest.mark.parametrize(
     ("name", "unique"),
     [
-        ("openai-gpt2", 124_439_808),
-        ("openai-gpt2-xl", 1_557_611_200),
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
         ("llama3-8b", 8_030_261_248),
         ("llama3.2-1b", 1_235_814_400),
         ("qwen3-0.6b", 596_049_920),
@@ -158,7 +158,7 @@ def test_released_models_have_their_published_size(name, unique):
 
 
 def test_a_tied_head_counts_twice_in_total_and_once_in_unique():
-    p = count_parameters(preset("openai-gpt2"))
+    p = count_parameters(preset("gpt2"))
     assert p.total - p.unique == 50_257 * 768
     assert p.embedding == (50_257 + 1_024) * 768
     assert p.embedding + p.non_embedding == p.unique

@@ -34,8 +34,8 @@ from scratchlm.accounting.fits import largest_that
 from scratchlm.accounting.scaling import SWEEPS
 from scratchlm.config import ModelConfig, preset
 
-XL = preset("gpt2-xl")
-SMALL = preset("gpt2")
+XL = preset("cs336-gpt2-xl")
+SMALL = preset("cs336-gpt2")
 GIB = 2**30
 
 

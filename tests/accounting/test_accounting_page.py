@@ -32,11 +32,11 @@ from scratchlm.config import ModelConfig, preset
 
 BASE = ModelConfig(1_000, 512, d_model=256, num_layers=4, num_heads=8)
 MODELS = {
-    "dense": preset("gpt2-xl"),
+    "dense": preset("cs336-gpt2-xl"),
     "gqa": preset("llama3-8b"),
     "moe": preset("qwen3-30b-a3b"),
     "tied": preset("qwen3-0.6b"),
-    "released": preset("openai-gpt2"),
+    "released": preset("gpt2"),
     "window": BASE.replace(num_kv_heads=2, attention=c.Attention(sliding_window=128, bias="qkv")),
     "post": BASE.replace(norm_placement="post", positions=c.Sinusoidal(), ffn=c.MLP("relu")),
 }

@@ -92,7 +92,7 @@ def test_flops_are_those_the_counter_sees_forward_and_backward(config, batch, se
     assert not failed(verify_flops(config, Setup(batch=batch, context=seq)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "openai-gpt2", "qwen3-0.6b"])
+@pytest.mark.parametrize("name", ["cs336-gpt2", "gpt2", "qwen3-0.6b"])
 def test_presets_verify(name):
     checks = verify(preset(name), Setup(context=256))
     assert not failed(checks)
@@ -194,7 +194,7 @@ VARIANTS = {
         "positions": Learned(),
     },
     "gelu": {"ffn": MLP("gelu")},
-    "gpt2": {
+    "cs336-gpt2": {
         "ffn": MLP("gelu_tanh", bias=True),
         "norm": LayerNorm(),
         "attention": Attention(bias="all"),

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import math
+import random
 import signal
 import subprocess
 import sys
@@ -15,20 +16,30 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 from scratchlm.cli import main
 from scratchlm.cli.demo.corpus import DemoArgs, entropy_floor, read_stories
-from scratchlm.cli.demo.showing import DemoResult, bar, log_fraction
+from scratchlm.cli.demo.showing import (
+    DemoResult,
+    bar,
+    last_words,
+    log_fraction,
+    print_samples,
+    print_table,
+)
 from scratchlm.cli.demo.words import (
     PROMPTS,
     Comparison,
+    GeneratedStory,
     begins_a_word,
+    first_wrong,
     next_word_probabilities,
 )
 from scratchlm.config import ModelConfig
 from scratchlm.data import TokenFile
 from scratchlm.data.documents import DocumentValidationBatches
-from scratchlm.data.stories import END, StorySource, to_text
+from scratchlm.data.stories import END, StorySource, to_text, to_words
 from scratchlm.inference import load_model
 from scratchlm.model import TransformerLM
 from scratchlm.tokenizer import Tokenizer, load_tokenizer
@@ -235,6 +246,41 @@ def test_every_prompt_of_the_table_is_the_beginning_of_a_story():
     for prompt in PROMPTS.values():
         assert math.fsum(source.next_words(prompt).values()) == pytest.approx(1.0)
     assert source.next_words(PROMPTS["a law of this world"])["mat"] == pytest.approx(0.85)
+
+
+def test_the_two_moods_show_the_evidence_that_tells_them_apart():
+    texts = {}
+    for title in ("a mood never said: awake", "a mood never said: asleep"):
+        file = io.StringIO()
+        comparison = Comparison(title, PROMPTS[title], {"slept": 1.0}, {"slept": 1.0})
+        print_table(Console(file=file, width=80, highlight=False), [comparison])
+        texts[title] = file.getvalue()
+        assert " ".join(texts[title].split()).count(PROMPTS[title]) == 1
+        assert max(map(len, texts[title].splitlines())) <= 80
+    assert len(set(texts.values())) == 2
+
+
+def test_what_must_be_cut_is_cut_between_words():
+    assert last_words("one two three", 20) == "one two three"
+    assert last_words("one two three four", 12) == "… three four"
+    assert last_words("one two three four", 11) == "… four"
+
+
+def test_an_impossible_story_names_the_word_that_betrays_it():
+    world = mock.Mock(source=StorySource())
+    story = "The cat sat on the mat. It watched a bird."
+    assert first_wrong(world, story) == len(to_words(story))  # it ends too soon
+    assert GeneratedStory(story, first_wrong(world, story)).cut()[1] == "(the end)"
+    wrong = "The cat sat on the bird. It watched a mat."
+    found = GeneratedStory(wrong, first_wrong(world, wrong))
+    assert found.cut() == ("The cat sat on the", "bird", ". It watched a mat.")
+    assert not found.possible
+    file = io.StringIO()
+    print_samples(Console(file=file, width=80, highlight=False), [found])
+    assert "»bird«. It watched a mat." in file.getvalue()
+    assert first_wrong(world, "Th# \x00") == -1
+    whole = to_text(StorySource().story(random.Random(0))).removesuffix(END)
+    assert first_wrong(world, whole) is None
 
 
 # The verdict

@@ -184,7 +184,7 @@ def test_a_checkpoint_that_vanished_is_not_called_damaged(tmp_path, weights):
             raise ScratchLMError(f"{found}: no such file")
         return found.name
 
-    assert ckpt.read_newest(tmp_path, read) == "step-00000002"
+    assert ckpt.read_chosen(tmp_path, read) == "step-00000002"
 
 
 # The compiler

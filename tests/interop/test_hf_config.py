@@ -121,7 +121,7 @@ PUBLISHED = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
-    "openai-gpt2": {
+    "gpt2": {
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.1,
@@ -225,7 +225,7 @@ def test_a_config_written_and_read_is_the_config(name):
     assert from_hf_config(table) == config
 
 
-LLAMA, QWEN3, GPT2 = (PUBLISHED[name] for name in ("llama3-8b", "qwen3-0.6b", "openai-gpt2"))
+LLAMA, QWEN3, GPT2 = (PUBLISHED[name] for name in ("llama3-8b", "qwen3-0.6b", "gpt2"))
 MOE = PUBLISHED["qwen3-30b-a3b"]
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 

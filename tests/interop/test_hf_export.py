@@ -183,7 +183,7 @@ def test_a_tensor_larger_than_a_shard_has_one_to_itself(tmp_path):
 
 def test_presets_have_a_family():
     families = {name: to_hf_config(config)["model_type"] for name, config in c.PRESETS.items()}
-    assert families["openai-gpt2"] == "gpt2"
-    assert families["gpt2"] == families["llama3-8b"] == "llama"
+    assert families["gpt2"] == "gpt2"
+    assert families["cs336-gpt2"] == families["llama3-8b"] == "llama"
     assert families["qwen3-0.6b"] == "qwen3"
     assert families["qwen3-30b-a3b"] == "qwen3_moe"

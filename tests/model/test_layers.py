@@ -296,10 +296,10 @@ def test_every_preset_builds_on_meta(name):
 
 # What the makers of the released models say they have.
 PUBLISHED = {
-    "openai-gpt2": 124_439_808,
-    "openai-gpt2-medium": 354_823_168,
-    "openai-gpt2-large": 774_030_080,
-    "openai-gpt2-xl": 1_557_611_200,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "qwen3-0.6b": 596_049_920,
@@ -307,7 +307,7 @@ PUBLISHED = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
-    "gpt2-xl": 2_127_057_600,
+    "cs336-gpt2-xl": 2_127_057_600,
 }
 
 

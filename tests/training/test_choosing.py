@@ -53,7 +53,7 @@ def test_chosen_defaults_fit_the_time_budget(machine, tokens):
 
 
 def test_a_batch_too_large_for_memory_is_split_into_micro_batches():
-    model = preset("gpt2-xl")
+    model = preset("cs336-gpt2-xl")
     small = replace(GPU, memory_bytes=80 * 2**30)
     settings = fit_in_memory(model, TrainConfig(batch_size=64), small)
     rows = settings.micro_batch_size

@@ -69,6 +69,33 @@ def test_smoothing_leaves_a_constant_loss_unchanged():
     assert curves.smooth_loss() == pytest.approx([2.5] * 500)
 
 
+def test_smoothing_has_no_lag():
+    """A mean of the past alone would lie above a falling line."""
+    line = [5.0 - 0.004 * i for i in range(1000)]
+    curves = Curves(list(range(1000)), line, [], [], [], [])
+    assert curves.smooth_loss() == pytest.approx(line)
+
+
+def test_smoothing_leaves_no_noise_at_the_ends():
+    noisy = [2.0 + (0.5 if i % 2 else -0.5) for i in range(1000)]
+    smooth = Curves(list(range(1000)), noisy, [], [], [], []).smooth_loss()
+    assert max(abs(value - 2.0) for value in smooth) < 0.2
+
+
+def test_a_report_says_how_the_run_was_made(run):
+    page = write_report(run, command="scratchlm train 'my file.txt'").read_text()
+    text = re.sub(r"<[^>]+>", " ", page)
+    lines = [line for line in read_metrics(run) if "val_loss" in line]
+    best = min(lines, key=lambda line: line["val_loss"])["step"]
+    assert "scratchlm train &#x27;my file.txt&#x27;" in page
+    assert f"step {best:,}, the best" in text
+    assert "600 tokens; 3.2 epochs" in text  # 60 steps of 4 · 8 tokens
+    assert re.search(r"scratchlm \d+\.\d+\.\d+, torch \d+\.\d+", text)
+    assert re.search(r"\d+ cores, \d+ threads", text)
+    assert "prefers-color-scheme: dark" in page
+    assert '<source media="(max-width: 600px)"' in page
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3.14, "3.1 s"), (245, "4:05 min"), (10_930, "3:02:10 h")]
 )

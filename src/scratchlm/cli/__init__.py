@@ -7,6 +7,7 @@ command, so that `scratchlm --help` answers at once.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -25,14 +26,14 @@ from scratchlm.cli import (
     tokenizer,
     train,
 )
-from scratchlm.cli.errors import fold, is_for_the_user, one_line
+from scratchlm.cli.errors import fit_terminal, fold, is_for_the_user, one_line
+from scratchlm.cli.help import App
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
 
-app = typer.Typer(
+app = App(
     name="scratchlm",
     help="A Transformer language model you can see through.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -83,6 +84,7 @@ def main() -> None:
 
     What a user can cause is one line on stderr and exit status 2; a bug shows its traceback.
     """
+    warnings.showwarning = _show_warning
     try:
         open_standard_streams()
         status = app(prog_name="scratchlm", standalone_mode=False)
@@ -95,10 +97,23 @@ def main() -> None:
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        say(f"error: {one_line(error)}", err=True)
+        say(fit_terminal(f"error: {one_line(error)}"), err=True)
         forget_output()
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+_show_python_warning = warnings.showwarning
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any
+) -> None:
+    """Say a warning of ours on one line; others as Python does."""
+    if category is FutureWarning and "scratchlm" in filename:
+        print(f"warning: {fold(str(message))}", file=sys.stderr)
+    else:
+        _show_python_warning(message, category, filename, *rest, **more)
 
 
 def _explain(error: Any) -> None:
@@ -107,4 +122,5 @@ def _explain(error: Any) -> None:
         error.show()
         return
     command = error.ctx.command_path if error.ctx else "scratchlm"
-    say(f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help", err=True)
+    message = f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help"
+    say(fit_terminal(message), err=True)

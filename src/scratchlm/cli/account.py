@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,12 +27,14 @@ def register(app: typer.Typer) -> None:
 
 def account(
     models: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            help="A preset, a .toml or .json config, a Hugging Face config.json, or a checkpoint.",
+            help="A preset, a run, a checkpoint, a .toml or .json config, or a Hugging Face "
+            "folder or config.json.",
             metavar="MODEL...",
+            show_default=False,
         ),
-    ],
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences on each GPU.")] = 1,
     context: Annotated[
         int | None, typer.Option(help="Tokens in a sequence; default: the model's context.")
@@ -81,6 +84,9 @@ def account(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with the real model, built without memory.")
     ] = False,
+    legend: Annotated[
+        bool, typer.Option("--legend", help="Say what the symbols of the formulas stand for.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw to this file (.png, .svg).")] = None,
@@ -92,6 +98,12 @@ def account(
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
     from scratchlm.cli.account_models import find_model, parse_count, parse_lengths
 
+    if legend:
+        _print_legend()
+        if not models:
+            return
+    if not models:
+        raise ValueError("whose account? give a preset, a run, a checkpoint or a config")
     if json and csv:
         raise ValueError("--json and --csv exclude each other")
     if convention not in CONVENTIONS:
@@ -134,6 +146,17 @@ def account(
         _fits(name, config, setup, fits, output)
     else:
         _show(name, config, setup, convention, _machine(gpu), money, output, plot)
+
+
+def _print_legend() -> None:
+    """Print every symbol and its meaning."""
+    from scratchlm.accounting import SYMBOLS
+
+    room = max(len(name) for name in SYMBOLS) + 2
+    for name, meaning in SYMBOLS.items():
+        lines = textwrap.wrap(meaning, 78 - room)
+        typer.echo(f"{name:<{room}}" + f"\n{'':<{room}}".join(lines))
+    typer.echo()
 
 
 def _parallel(parallel: str, gpus: int) -> str:

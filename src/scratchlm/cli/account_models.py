@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
@@ -17,13 +18,28 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def find_model(name: str) -> ModelConfig:
     """Read a preset, a TOML or JSON config, a Hugging Face config.json, its directory, or a run."""
     path = Path(name)
+    if path.is_dir() and (path / "config.toml").is_file():  # a run
+        return _read_run(path / "config.toml")
     if path.is_dir():
         return _read_json(_config_in(path))
     if path.suffix == ".toml":
-        return load_config(path)
+        return _read_run(path)
     if path.suffix == ".json":
         return _read_json(path)
     return preset(name)
+
+
+def _read_run(path: Path) -> ModelConfig:
+    """Read a model from a TOML file: a model alone, or the [model] table of a run."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
+        if isinstance(table, dict):
+            return from_dict(table)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        pass  # `load_config` says what is wrong with it
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return load_config(path)
 
 
 def _config_in(folder: Path) -> Path:

@@ -16,35 +16,89 @@ def register(app: typer.Typer) -> None:
     app.command("config")(config)
 
 
-def presets() -> None:
-    """List the models known by name."""
+def presets(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models known by name; `scratchlm config NAME` prints one whole."""
+    import json
+
     from rich.console import Console
     from rich.table import Table
 
-    from scratchlm.config import PRESETS
+    from scratchlm.accounting import count_parameters
+    from scratchlm.config import PRESETS, to_dict
 
-    table = Table("preset", box=None, pad_edge=False)
-    sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
-    for name in (*sizes, "vocab_size", "context_length"):
-        table.add_column(name, justify="right")
-    table.add_column("parts")
+    if as_json:
+        rows = {
+            name: {"parameters": count_parameters(model).unique, **to_dict(model)}
+            for name, model in PRESETS.items()
+        }
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("preset", "params", "layers", "d_model", "heads", "vocab", "context", "ffn"):
+        left = title in ("preset", "ffn")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
     for name, model in PRESETS.items():
-        parts = (model.positions, model.ffn, model.norm)
+        heads = f"{model.num_heads}" + (
+            f"/{model.num_kv_heads}" if model.num_kv_heads != model.num_heads else ""
+        )
         table.add_row(
             name,
-            *(f"{getattr(model, size):,}" for size in (*sizes, "vocab_size", "context_length")),
-            " ".join(type(part).__name__ for part in parts),
+            short_count(count_parameters(model).unique),
+            str(model.num_layers),
+            f"{model.d_model:,}",
+            heads,
+            f"{model.vocab_size:,}",
+            f"{model.context_length:,}",
+            type(model.ffn).__name__,
         )
-    Console(width=None if Console().is_terminal else 160).print(table)
+    Console(width=max(80, Console().width), highlight=False).print(table)
+
+
+def short_count(count: int) -> str:
+    """Write a count as people say it: 124M, 1.56B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)
 
 
 def config(
-    model: Annotated[str, typer.Argument(help="A preset, or a .toml or .json config file.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A preset, or a .toml or .json config file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="List every train. key.")] = False,
+    model_: Annotated[bool, typer.Option("--model", help="List every model. key.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="List every data. key.")] = False,
 ) -> None:
-    """Print a model's whole config, checked and with its defaults filled in."""
+    """Print a model's whole config, with its defaults filled in; or list the keys there are."""
     from scratchlm.config import load_config, preset, to_json, to_toml
 
+    if train or model_ or data:
+        if model is not None or json:
+            raise ValueError("--train, --model and --data list keys; leave MODEL and --json out")
+        _print_keys(train, model_, data)
+        return
+    if model is None:
+        raise ValueError("whose config? give MODEL; or --train, --model or --data for the keys")
     path = Path(model)
     resolved = load_config(path) if path.suffix in (".toml", ".json") else preset(model)
     write_output(to_json(resolved) if json else to_toml(resolved))
+
+
+def _print_keys(train: bool, model: bool, data: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from scratchlm.cli.settings_help import data_keys, model_keys, train_keys
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("key", "type", "default", "meaning"):
+        table.add_column(title, no_wrap=title in ("key", "default"))
+    wanted = ((train, train_keys), (model, model_keys), (data, data_keys))
+    for key in [key for asked, keys in wanted if asked for key in keys()]:
+        name = key.name.replace("model.positions.scaling.", "….scaling.")
+        table.add_row(name, key.kind, key.default, key.meaning)
+    Console(width=max(80, Console().width), highlight=False).print(table)

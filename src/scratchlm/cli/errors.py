@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
+import sys
+import textwrap
 from opcode import opmap
 
 from scratchlm.cli.terminal import visible
@@ -62,9 +65,40 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.filename}: " if error.filename else ""
         return fold(f"{what}{error.strerror}")
-    return fold(str(error)) or type(error).__name__
+    return in_words_of_the_command_line(fold(str(error))) or type(error).__name__
+
+
+# What the library calls its arguments, and what the command line calls them.
+_OPTIONS = {
+    r"\bpast_context='slide'": "--past-context slide",
+    r"\bpast_context\b": "--past-context",
+    r"\bmax_new_tokens\b": "--max-new-tokens",
+    r"\bnum_beams\b": "--beam",
+    r"\bnum_logprobs\b": "--logprobs",
+    r"\blength_penalty\b": "--length-penalty",
+    r"(?<!-)\btop_([kp])\b": r"--top-\1",
+    r"\bmin_p\b": "--min-p",
+    r"\b(repetition|presence|frequency)_penalty\b": r"--\1-penalty",
+}
+
+
+def in_words_of_the_command_line(text: str) -> str:
+    """Call arguments of the library what the command line calls them."""
+    for pattern, option in _OPTIONS.items():
+        text = re.sub(pattern, option, text)
+    return text
 
 
 def fold(text: str) -> str:
     """Fold white space, so that a text fits on one line, and show control characters."""
     return visible(" ".join(text.split()))
+
+
+def fit_terminal(text: str) -> str:
+    """Wrap a line at its spaces where it goes to a terminal, which would cut through words."""
+    if not sys.stderr.isatty():
+        return text
+    columns = max(40, shutil.get_terminal_size((80, 24)).columns)
+    return textwrap.fill(
+        text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.cli.terminal import say, visible
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens in a sequence.", show_default="the model's, ≤ 1024")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+    checkpoint: CheckpointOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -39,6 +41,8 @@ def evaluate(
     from scratchlm.cli.train import bytes_of_ids, choose_device
     from scratchlm.cli.training_setup import is_prepared, is_token_file
     from scratchlm.data import TokenFile, ValidationBatches, prepare
+    from scratchlm.data.token_file import read_sidecar
+    from scratchlm.errors import ScratchLMError
     from scratchlm.inference.loading import load_model
     from scratchlm.training import evaluate as measure
 
@@ -46,6 +50,7 @@ def evaluate(
         model,
         device=choose_device(device),
         accelerate=accelerate,
+        checkpoint=checkpoint,
         warn=lambda text: say(f"warning: {text}", err=True),
     )
     context = context_length or min(loaded.config.context_length, 1024)
@@ -63,6 +68,8 @@ def evaluate(
         else:
             prepare([path], loaded.need_tokenizer(), folder, val_fraction=0.0)
             file = Path(folder) / "train"
+            if read_sidecar(file).count < 2:
+                raise ScratchLMError(f"{data} is too short to evaluate on: less than 2 tokens")
         tokenizer = loaded.tokenizer
         known = None if tokenizer is None else tokenizer.fingerprint()
         with TokenFile(
@@ -74,6 +81,7 @@ def evaluate(
             batches = ValidationBatches(tokens, context, batch_size)
             found = measure(loaded.model, batches, bytes_per_id=sizes)
     assert found is not None
+    say_checkpoint(model, loaded.source)
     figures = {
         "loss": found.loss,
         "perplexity": found.perplexity,
@@ -104,6 +112,7 @@ def compare(
     from scratchlm.durable import write_atomically
     from scratchlm.training import read_metrics, read_plan
     from scratchlm.training.plots import draw_comparison
+    from scratchlm.training.report import mean_rate
 
     logs = {str(run): read_metrics(run) for run in runs}
     plans = {str(run): read_plan(run) for run in runs}
@@ -125,7 +134,7 @@ def compare(
             f"{steps[-1]['loss']:.4f}" if steps else "",
             f"{best['val_loss']:.4f}" if best else "",
             f"{best['step']:,}" if best else "",
-            f"{steps[-1]['clock']['tokens_per_second']:,.0f}" if steps else "",
+            f"{mean_rate(steps[-1]):,.0f}" if steps else "",
             ", ".join(_differences(base, plans[path])),
         )
     Console(width=None if Console().is_terminal else 160).print(table)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.cli.terminal import say, visible, write_output
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and of the best n.")
     ] = None,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
@@ -92,8 +94,9 @@ def generate(
     )
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
+    check_beam(beam, sampling, seed, stop, length_penalty)
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -124,11 +127,40 @@ def generate(
         _print_when_done(text, pieces, as_json)
 
 
+def check_beam(
+    beam: int | None,
+    sampling: Sampling,
+    seed: int | None,
+    stop: list[str] | None,
+    length_penalty: float,
+) -> None:
+    """Refuse options that have no effect with a search, or without one."""
+    from scratchlm.inference import Sampling
+
+    if beam is None:
+        if length_penalty != 1.0:
+            raise ValueError("--length-penalty needs --beam")
+        return
+    if sampling != Sampling() or seed is not None:
+        raise ValueError("--beam searches, it does not sample: leave the sampling options out")
+    if stop:
+        raise ValueError("--stop has no effect with --beam")
+
+
 def next_(
     model: ModelArgument,
     prompt: Prompt,
     best: Annotated[int, typer.Option("--best", "-n", help="How many tokens to show.")] = 10,
     temperature: Annotated[float, typer.Option(help="Flattens or sharpens.")] = 1.0,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYER.HEAD",
+            help="Also show where a head looks from the last token; LAYER alone: all its heads, "
+            "averaged.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
@@ -141,7 +173,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -160,6 +192,38 @@ def next_(
     rest = max(1 - sum(candidate.probability for candidate in found), 0.0)
     others = loaded.config.vocab_size - len(found)
     console.print(f"{rest:.2%} on the other {others:,} tokens", style="dim")
+    if attention is not None:
+        _show_attention(console, loaded, text, attention)
+
+
+def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None:
+    """Print how much the last token attends to each token of the prompt."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from scratchlm.inference import attention_weights
+
+    tokenizer, config = loaded.need_tokenizer(), loaded.config
+    layer, _, head = where.partition(".")
+    numbers = [word for word in (layer, head) if word]
+    inside = all(word.isdecimal() for word in numbers) and layer and where[-1] != "."
+    if not inside or int(layer) >= config.num_layers or int(head or 0) >= config.num_heads:
+        raise ValueError(
+            f"--attention must be LAYER.HEAD, from 0.0 to {config.num_layers - 1}."
+            f"{config.num_heads - 1}, or LAYER; got {where!r}"
+        )
+    ids = tokenizer.encode(text)
+    weights = attention_weights(loaded.model, ids)[int(layer)]  # (heads, query, key)
+    row = (weights[int(head)] if head else weights.mean(0))[-1].tolist()
+    which = f"head {where}" if head else f"layer {layer}, all heads"
+    table = Table(f"{which} looks at", box=None, pad_edge=False, header_style="dim")
+    table.add_column("weight", justify="right")
+    table.add_column("")
+    for token, weight in zip(ids, row, strict=True):
+        bar = Text(_bar(weight / max(row), 30), style="cyan")
+        table.add_row(Text(repr(tokenizer.decode([token]))), f"{weight:.2%}", bar)
+    console.print()
+    console.print(table)
 
 
 def chat(
@@ -175,11 +239,12 @@ def chat(
     min_p: MinP = 0.0,
     repetition_penalty: Repetition = 1.0,
     seed: Seed = None,
+    checkpoint: CheckpointOption = None,
     device: Device = "auto",
     dtype: Dtype = "stored",
     accelerate: Accelerate = True,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands."""
     from scratchlm.inference import Message, chat_format
 
     sampling = _sampling(
@@ -189,15 +254,22 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = _load(model, checkpoint, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
         import readline  # noqa: F401 (input() gets a line one can edit, and a history)
 
-        say(f"{loaded.source}  format {chosen.name}  Ctrl-C stops, Ctrl-D leaves", err=True)
+        say(f"{loaded.source}  format {chosen.name}", err=True)
+        say("Ctrl-C stops, Ctrl-D leaves, /help lists the commands", err=True)
     while (line := _next_line()) is not None:
         if not line.strip():
+            continue
+        if line.startswith("/"):
+            after = chat_command(line, messages)
+            if after is None:
+                return
+            messages = after
             continue
         try:
             messages = _answer(
@@ -205,6 +277,58 @@ def chat(
             )
         except ValueError as error:  # a message that does not fit: report it and continue
             say(f"error: {error}", err=True)
+
+
+CHAT_COMMANDS = {
+    "/help": "list the commands",
+    "/system TEXT": "tell the model something beforehand, and begin anew",
+    "/reset": "forget the conversation, not what was told beforehand",
+    "/save FILE": "write the conversation to a file, one JSON object a line",
+    "/exit": "leave, like Ctrl-D",
+}
+
+
+def chat_command(line: str, messages: list[Message]) -> list[Message] | None:
+    """Carry out a line that begins with a slash; return the conversation after it, or None."""
+    from scratchlm.errors import did_you_mean
+    from scratchlm.inference import Message
+
+    word, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    told = [message for message in messages if message.role == "system"]
+    if word in ("/exit", "/quit"):
+        return None
+    if word == "/reset":
+        say("(forgotten)", err=True)
+        return told
+    if word == "/system":
+        if rest:
+            return [Message("system", rest)]
+        say(told[0].text if told else "(nothing was told beforehand)", err=True)
+    elif word == "/save":
+        _save_chat(rest, messages)
+    elif word == "/help":
+        for name, meaning in CHAT_COMMANDS.items():
+            say(f"{name:<14}{meaning}", err=True)
+    else:
+        near = did_you_mean(word, [name.partition(" ")[0] for name in CHAT_COMMANDS])
+        say(f"error: no command {word}{near or '; /help lists them'}", err=True)
+    return messages
+
+
+def _save_chat(name: str, messages: list[Message]) -> None:
+    """Write a conversation; an existing file is left alone."""
+    if not name:
+        say("error: where to? /save FILE", err=True)
+        return
+    lines = [json.dumps(asdict(message), ensure_ascii=False) + "\n" for message in messages]
+    try:
+        with open(name, "x", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        say(f"error: {name}: {error.strerror}", err=True)
+        return
+    say(f"(wrote {len(messages)} messages to {name})", err=True)
 
 
 def _next_line() -> str | None:
@@ -328,7 +452,7 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
+def _load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate: bool) -> Loaded:
     import torch
 
     from scratchlm.cli.train import choose_device
@@ -342,5 +466,13 @@ def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
     def warn(message: str) -> None:
         say(f"warning: {message}", err=True)
 
-    where = choose_device(device)
-    return load_model(model, device=where, dtype=kinds[dtype], accelerate=accelerate, warn=warn)
+    loaded = load_model(
+        model,
+        device=choose_device(device),
+        dtype=kinds[dtype],
+        accelerate=accelerate,
+        checkpoint=checkpoint,
+        warn=warn,
+    )
+    say_checkpoint(model, loaded.source)
+    return loaded

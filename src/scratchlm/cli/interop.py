@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.cli.terminal import say
 from scratchlm.interop.keys import FAMILIES
 
@@ -76,10 +77,9 @@ def import_(
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
-    ],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run, or a checkpoint.")],
     hf_dir: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The directory to make.")],
+    checkpoint: CheckpointOption = None,
     dtype: _DTypeOption = None,
     max_shard_gb: Annotated[
         float, typer.Option("--max-shard-gb", help="Begin a new file after so many gigabytes.")
@@ -89,26 +89,35 @@ def export(
 
     The family is the one that can represent the model; if none can, the reason is named.
     """
-    from scratchlm.checkpoint import is_checkpoint, read_newest, verify_checkpoint
+    from scratchlm.checkpoint import is_checkpoint, read_chosen, verify_checkpoint
     from scratchlm.errors import ScratchLMError
 
     if not 0 < max_shard_gb < math.inf:
         raise ValueError(f"--max-shard-gb must be finite and above 0; got {max_shard_gb}")
-    if is_checkpoint(checkpoint):
-        verify_checkpoint(checkpoint)
-        told: str | None = _export(checkpoint, hf_dir, dtype, max_shard_gb)
+    if is_checkpoint(model):
+        if checkpoint is not None:
+            raise ScratchLMError(f"{model} is a checkpoint: there is no {checkpoint!r} to choose")
+        verify_checkpoint(model)
+        told: str | None = _export(model, model, hf_dir, dtype, max_shard_gb)
     else:
-        told = read_newest(checkpoint, lambda found: _export(found, hf_dir, dtype, max_shard_gb))
+        told = read_chosen(
+            model,
+            lambda found: _export(model, found, hf_dir, dtype, max_shard_gb),
+            checkpoint or "best",
+        )
     if told is None:
-        raise ScratchLMError(f"{checkpoint} is neither a checkpoint nor a run with checkpoints")
+        raise ScratchLMError(f"{model} is neither a checkpoint nor a run with checkpoints")
     say(told)
 
 
-def _export(source: Path, hf_dir: Path, dtype: _DType | None, max_shard_gb: float) -> str:
+def _export(
+    model: Path, source: Path, hf_dir: Path, dtype: _DType | None, max_shard_gb: float
+) -> str:
     """Write a verified checkpoint as a Hugging Face directory; return what was written."""
     from scratchlm.checkpoint import read_config, read_manifest, read_tensors
     from scratchlm.interop import to_hf_config, write_hf
 
+    say_checkpoint(model, source)
     config = read_config(source)
     family = to_hf_config(config)["model_type"]
     tokenizer = source / "tokenizer.json"

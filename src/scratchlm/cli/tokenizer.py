@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.help import App
 from scratchlm.cli.terminal import say, write_output
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ NoSpecial = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    tokenizer = typer.Typer(
+    tokenizer = App(
         help="Train a tokenizer, and see what it does with a text.", no_args_is_help=True
     )
     tokenizer.command("train")(train)

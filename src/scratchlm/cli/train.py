@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.errors import fit_terminal
 from scratchlm.cli.terminal import say
-from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ def train(
         typer.Argument(
             help="Text files or folders, a folder made by `prepare`, or a token file; then "
             "changes to the config, such as model.d_model=256 or train.lr=1e-3.",
-            metavar="DATA [KEY=VALUE]",
+            metavar="DATA... [KEY=VALUE]...",
             show_default=False,
         ),
     ] = None,
@@ -42,6 +44,14 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out, or begin it.")
     ] = False,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="Start from a run, a checkpoint or a Hugging Face folder, with its tokenizer.",
+        ),
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="A model by name; see `scratchlm presets`.")
     ] = None,
@@ -64,11 +74,16 @@ def train(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Of the tokenizer that is learnt.")] = None,
     val: Annotated[Path | None, typer.Option(help="A token file to validate on.")] = None,
-    val_fraction: Annotated[float, typer.Option(help="How much of the text to hold out.")] = 0.1,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="How much of the text to hold out.", show_default="0.1")
+    ] = None,
     separator: Annotated[
         str | None, typer.Option(help="Split text files into documents at this text.")
     ] = None,
-    field: Annotated[str, typer.Option(help="The text's field in JSON Lines or Parquet.")] = "text",
+    field: Annotated[
+        str | None,
+        typer.Option(help="The text's field in JSON Lines or Parquet.", show_default="text"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
     accelerate: Annotated[
@@ -90,7 +105,6 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    limit_openmp_spinning()
     from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.training.settings import parse_overrides
 
@@ -114,6 +128,7 @@ def train(
         val_fraction=val_fraction,
         separator=separator,
         text_field=field,
+        start=start,
         overrides=overrides,
     )
     status = _train(args, resume, device, ops, prompt, tensorboard)
@@ -124,14 +139,20 @@ def train(
 def _train(
     args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
+    from scratchlm.cli.attention_picture import attention_section
+    from scratchlm.cli.starting import load_start
+    from scratchlm.cli.training_checks import check_place
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
-    from scratchlm.cli.training_setup import continue_plan, make_plan
+    from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.errors import ScratchLMError
+    from scratchlm.ops import OPS
     from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
     from scratchlm.training.learner import check_overrides
 
     if tensorboard:
         TensorBoard.require()
+    if ops not in OPS:
+        raise ValueError(f"--ops must be one of {', '.join(OPS)}; got {ops!r}")
     where = choose_device(device)
     begun = has_run(args.out)
     if begun and not resume:
@@ -139,7 +160,9 @@ def _train(
             f"{args.out} holds a run already: --resume goes on with it, another --out begins a "
             "new one"
         )
-    check_overrides(args.overrides.get("train", {}), where.type)
+    check_place(args.out, resume)
+    given = args.overrides if begun else config_tables(args)
+    check_overrides(given.get("train", {}), where.type)
     machine = look_at_machine(where)
     plan = (continue_plan if begun else make_plan)(args, machine, _say)
     settings = plan.train.resolved(where.type)
@@ -154,6 +177,7 @@ def _train(
 
             def begin(learner: Any, run: Any, _: object) -> None:
                 _announce(plan, learner, run.progress.step)
+                console.best_loss = run.progress.best_loss
                 if board is not None:
                     board.begin(run.progress.step)
 
@@ -170,6 +194,7 @@ def _train(
                 warn=lambda message: _say(f"warning: {message}"),
                 should_stop=stop,
                 matmul_rate=machine.matmul_rate,
+                start=None if plan.start is None else lambda: load_start(plan),
             )
         if outcome.ended == "interrupted":
             step = outcome.progress.step
@@ -180,16 +205,22 @@ def _train(
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
     _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
     if outcome.progress.best_step not in (None, outcome.progress.step):
-        _say(f"the best checkpoint is that of step {outcome.progress.best_step:,}")
+        _say(
+            f"warning: the held-out loss has risen since step {outcome.progress.best_step:,}, the "
+            "checkpoint that evaluate, generate and export take; fewer steps, a smaller model or "
+            "train.patience would save the rest"
+        )
+    heads = attention_section(args.out)
+    command = shlex.join(["scratchlm", *sys.argv[1:]])
     try:
-        say(write_report(args.out))
+        say(write_report(args.out, sections=[heads] if heads else [], command=command))
     except ScratchLMError as error:  # the model is trained and saved all the same
         _say(f"warning: no report was written: {error}")
     return 0
 
 
 def _say(text: str) -> None:
-    say(text, err=True)
+    say(fit_terminal(text), err=True)
 
 
 def choose_device(name: str) -> torch.device:
@@ -240,8 +271,9 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         f"vocabulary {model.vocab_size:,}"
     )
     _say(
-        f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens on "
-        f"{learner.device}, {settings.precision}"
+        f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens, "
+        f"{epochs(plan):.3g} epochs, on {learner.device}, {settings.precision}"
+        + (f"; starting from {plan.start}" if plan.start and not step else "")
         + (f"; going on from step {step:,}" if step else "")
     )
     on_cpu = learner.device.type == "cpu" and settings.precision == "fp32"
@@ -250,6 +282,14 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         reason = native.why_not()
         if reason is not None:
             _say(f"attention: torch's, which is slower; ours is not available: {reason}")
+
+
+def epochs(plan: Plan) -> float:
+    """Return how often a run reads its data."""
+    from scratchlm.data.token_file import read_sidecar
+
+    tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
+    return tokens / max(1, read_sidecar(plan.data.train).count)
 
 
 def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.Tensor | None]:

@@ -35,6 +35,7 @@ class TrainingConsole(Watcher):
         )
         self.task: TaskID | None = None
         self.held_out: str = ""
+        self.best_loss: float | None = None
         self._next_line = 0.0
 
     def __enter__(self) -> TrainingConsole:
@@ -51,7 +52,7 @@ class TrainingConsole(Watcher):
 
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
-        self.console.print(visible(text), markup=False, soft_wrap=True)
+        self.console.print(visible(text), markup=False, soft_wrap=not self.live)
 
     def stepped(self, record: dict[str, Any]) -> None:
         """Update the bar, or print a line every LINE_SECONDS."""
@@ -93,6 +94,10 @@ class TrainingConsole(Watcher):
         perplexity = record["val_perplexity"]
         shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
         best = "  best so far" if record["best"] else ""
+        if record["best"] or self.best_loss is None:
+            self.best_loss = loss
+        elif loss > self.best_loss:
+            best = f"  rising: {loss - self.best_loss:.4f} above the best"
         self.say(f"step {record['step']:,}: held-out loss {loss:.4f}{shown}{per_byte}{best}")
 
     def sampled(self, record: dict[str, Any]) -> None:

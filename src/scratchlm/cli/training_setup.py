@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scratchlm.cli.starting import fine_tuning_settings, start_model
+from scratchlm.cli.training_checks import check_data, check_model, check_start
 from scratchlm.config import ModelConfig, from_dict, load_config, preset, to_dict
 from scratchlm.data.sources import Source, find_sources
 from scratchlm.data.token_file import read_sidecar, token_paths
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from scratchlm.tokenizer import CharTokenizer, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+VAL_FRACTION, TEXT_FIELD = 0.1, "text"
 SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -47,25 +50,44 @@ class TrainArgs:
     tokenizer: str | None = None
     vocab_size: int | None = None
     val: Path | None = None
-    val_fraction: float = 0.1
+    val_fraction: float | None = None
     separator: str | None = None
-    text_field: str = "text"
+    text_field: str | None = None
+    start: Path | None = None
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def make_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     """Make the plan of a new run; raw text is tokenised on the way."""
-    tables = _config_tables(args)
-    TrainConfig.check(tables.get("train", {}))  # before hours of reading
+    tables = config_tables(args)
+    table = tables.get("model", {})
+
+    def model_of(tokens: int, vocab_size: int) -> ModelConfig:
+        return _model(args, table, tokens, vocab_size, machine)
+
+    # What costs nothing to find comes before hours of reading.
+    TrainConfig.check(tables.get("train", {}))
+    if args.start is not None:
+        check_start(args, table)
+        started = start_model(args.start, table)
+        args = replace(args, tokenizer=str(started.source))
+    else:
+        check_model(model_of, args.vocab_size)
+    check_data(args, tables.get("data", {}), is_text(args))
     files = find_data(args, tables.get("data", {}), machine, say)
     info = read_sidecar(files.train)
-    model = _model(args, tables.get("model", {}), info.count, info.vocab_size, machine)
-    chosen = choose_settings(model, info.count, machine).to_dict()
+    if args.start is None:
+        model = model_of(info.count, info.vocab_size)
+        chosen = choose_settings(model, info.count, machine).to_dict()
+    else:
+        model, files = started.config, replace(files, tokenizer=started.tokenizer_file(files))
+        started.check_tokens(info)
+        chosen = fine_tuning_settings(model, info.count, machine).to_dict()
     settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
     if "batch_size" in tables.get("train", {}) and "micro_batch_size" not in tables["train"]:
         whole = TrainConfig.from_dict({**settings.to_dict(), "micro_batch_size": None})
         settings = fit_in_memory(model, whole, machine)
-    return Plan(model, settings, files)
+    return Plan(model, settings, files, start=args.start)
 
 
 def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
@@ -73,7 +95,10 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
 
     So the command that began a run goes on with it when `--resume` is added.
     """
-    plan, tables = read_plan(args.out), _config_tables(args)
+    plan, tables = read_plan(args.out), config_tables(args)
+    if args.start is not None and args.start.absolute() != plan.start:
+        began = f"from {plan.start}" if plan.start else "with random weights"
+        raise ValueError(f"{args.out} was begun {began}, not from {args.start}")
     if args.data:
         say(f"going on with the run's own data, {plan.data.train.parent}")
     table = tables.get("model", {})
@@ -101,7 +126,7 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     )
 
 
-def _config_tables(args: TrainArgs) -> dict[str, Any]:
+def config_tables(args: TrainArgs) -> dict[str, Any]:
     """Read --config (sections, or a model alone) and lay the overrides over it."""
     tables: dict[str, Any] = {}
     if args.config is not None:
@@ -160,17 +185,25 @@ def find_data(args: TrainArgs, table: dict[str, Any], machine: Machine, say: Say
             raise ValueError("what to train on? give text files, a prepared folder or a token file")
         return DataFiles.from_dict(table, Path.cwd())
     first = Path(args.data[0])
-    if len(args.data) == 1 and is_prepared(first):
+    if is_text(args):
+        return _from_text(args, machine, say)
+    if is_prepared(first):
         val = first / "val.bin"
         files = DataFiles(first / "train.bin", val if val.exists() else None)
-    elif len(args.data) == 1 and is_token_file(first):
-        files = DataFiles(token_paths(first)[0])
     else:
-        return _from_text(args, machine, say)
+        files = DataFiles(token_paths(first)[0])
     beside = Path(args.tokenizer) if args.tokenizer else files.train.parent
     beside = beside / "tokenizer.json" if beside.is_dir() else beside
     tokenizer = beside if args.tokenizer or beside.exists() else None
     return DataFiles(files.train, args.val or files.val, tokenizer)
+
+
+def is_text(args: TrainArgs) -> bool:
+    """Say whether the data is text, to be encoded first."""
+    if not args.data:
+        return False
+    first = Path(args.data[0])
+    return len(args.data) > 1 or not (is_prepared(first) or is_token_file(first))
 
 
 def is_prepared(path: Path) -> bool:
@@ -194,14 +227,15 @@ def _from_text(args: TrainArgs, machine: Machine, say: Say) -> DataFiles:
     separator = args.separator or _found_separator(sources, say)
     tokenizer = _tokenizer(args, sources, size, machine, say)
     folder = args.out / "data"
+    fraction = VAL_FRACTION if args.val_fraction is None else args.val_fraction
     say(f"encoding {size / 1e6:,.1f} MB with {tokenizer.vocab_size:,} tokens")
     prepared = prepare(
         args.data,
         tokenizer,
         folder,
-        val_fraction=0.0 if args.val else args.val_fraction,
+        val_fraction=0.0 if args.val else fraction,
         separator=separator,
-        field=args.text_field,
+        field=args.text_field or TEXT_FIELD,
     )
     for note in prepared.notes:
         say(f"note: {note}")
@@ -256,8 +290,8 @@ def _text_files(args: TrainArgs, sources: list[Source]) -> Iterator[list[str]]:
         yield [source.path for source in sources]
         return
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
-        written = 0
-        for document in iter_documents([s.path for s in sources], field=args.text_field):
+        written, field = 0, args.text_field or TEXT_FIELD
+        for document in iter_documents([s.path for s in sources], field=field):
             file.write(document + END_OF_TEXT)
             written += len(document)
             if written > SPOOL_BYTES:

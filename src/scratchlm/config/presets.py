@@ -1,13 +1,13 @@
 """Models by name.
 
-`gpt2…` are the sizes of the GPT-2 family in the course's architecture (SwiGLU of width 4·d_model,
-RoPE, RMSNorm, untied); `openai-gpt2…` are the models that were released (LayerNorm, learned
-positions, biases, tanh-GELU, tied).
+`gpt2…` are the models that were released (LayerNorm, learned positions, biases, tanh-GELU, tied);
+`cs336-gpt2…` are their sizes in the architecture of Stanford's course CS336 (SwiGLU of width
+4·d_model, RoPE, RMSNorm, untied).
 """
 
 from __future__ import annotations
 
-import difflib
+import warnings
 from typing import Any
 
 from scratchlm.config.model import ModelConfig
@@ -21,6 +21,7 @@ from scratchlm.config.parts import (
     RMSNorm,
     Rotary,
 )
+from scratchlm.errors import did_you_mean
 
 _GPT2_SIZES = {  # d_model, num_layers, num_heads
     "gpt2": (768, 12, 12),
@@ -72,8 +73,8 @@ def _llama3(**sizes: Any) -> ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    **{name: _gpt2(*size) for name, size in _GPT2_SIZES.items()},
-    **{f"openai-{name}": _gpt2(*size, **_RELEASED_GPT2) for name, size in _GPT2_SIZES.items()},
+    **{name: _gpt2(*size, **_RELEASED_GPT2) for name, size in _GPT2_SIZES.items()},
+    **{f"cs336-{name}": _gpt2(*size) for name, size in _GPT2_SIZES.items()},
     "llama3-8b": _llama3(
         context_length=8_192,
         d_model=4_096,
@@ -103,9 +104,17 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+RENAMED = {f"openai-{name}": name for name in _GPT2_SIZES}  # since 0.3; for one version
+
+
 def preset(name: str) -> ModelConfig:
     """Return a model by name; for an unknown name, suggest the closest one."""
+    if name in RENAMED:
+        warnings.warn(
+            f"the preset {name} is now called {RENAMED[name]}", FutureWarning, stacklevel=2
+        )
+        name = RENAMED[name]
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)
-    raise ValueError(f"unknown preset {name!r}; did you mean {near[0]!r}?")
+    near = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
+    raise ValueError(f"unknown preset {name!r}{near}")

@@ -31,6 +31,7 @@ from scratchlm.inference.rows import Generation, Piece, Row
 from scratchlm.inference.sampling import AS_IS, Sampling
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
+from scratchlm.threads import share_cores
 
 TOKENS_PER_STEP = 2048
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
@@ -118,6 +119,8 @@ def stream(
         past_context=past_context,
     )
     check_num_logprobs(num_logprobs, model.config.vocab_size)
+    if model.token_embeddings.weight.device.type == "cpu":
+        share_cores()
     return _run(model, rows, num_logprobs, use_cache, accelerate)
 
 

@@ -25,6 +25,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
 from scratchlm.interop import check_stored, is_hf_directory, read_hf
 from scratchlm.model import TransformerLM
+from scratchlm.threads import share_cores
 from scratchlm.tokenizer import load_tokenizer
 
 Build = Callable[[ModelConfig, torch.dtype], TransformerLM]
@@ -56,33 +57,47 @@ def load_model(
     dtype: torch.dtype | None = None,
     ops: Any = "fast",
     accelerate: bool = True,
+    checkpoint: str | int | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Loaded:
-    """Load a run's newest whole checkpoint, a checkpoint, or a Hugging Face directory.
+    """Load a run's best checkpoint, a checkpoint, or a Hugging Face directory.
 
+    `checkpoint` of a run: "best" on held-out data (the default; the last where nothing was held
+    out), "last", or a step.
     `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
     were passed over. `accelerate=False` leaves the model plain.
     """
+    if torch.device(device).type == "cpu":
+        share_cores()
     path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
     if not path.exists():
         raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
-    return replace(_load(path, dtype, build, warn), accelerate=accelerate)
+    return replace(_load(path, dtype, build, checkpoint, warn), accelerate=accelerate)
 
 
 def _load(
     path: Path,
     dtype: torch.dtype | None,
     build: Build,
+    which: str | int | None,
     warn: Callable[[str], None] | None,
 ) -> Loaded:
+    is_run = not checkpoint.is_checkpoint(path) and bool(checkpoint.find_checkpoints(path))
+    if which is not None and not is_run:
+        raise ScratchLMError(f"{path}: not a run with checkpoints; there is no {which!r} to choose")
     if checkpoint.is_checkpoint(path):
         checkpoint.verify_checkpoint(path)
         return _load_ours(path, dtype, build)
-    if checkpoint.find_checkpoints(path):
-        newest = checkpoint.read_newest(path, lambda one: _load_ours(one, dtype, build), warn)
-        if newest is None:
+    if is_run:
+        found = checkpoint.read_chosen(
+            path,
+            lambda one: _load_ours(one, dtype, build),
+            "best" if which is None else which,
+            warn,
+        )
+        if found is None:
             raise ScratchLMError(f"{path}: the run has no whole checkpoint")
-        return newest
+        return found
     if is_hf_directory(path):
         return _load_hf(path, dtype, build)
     raise ScratchLMError(

@@ -9,6 +9,7 @@ Token ids are checked where they enter; where a look would cost a wait, `ops/ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, assert_never
 
 import torch
@@ -20,13 +21,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.model.attention import ForwardContext
 from scratchlm.model.block import TransformerBlock, make_norm, make_rope
 from scratchlm.model.cache import KVCache
-from scratchlm.model.layers import (
-    Embedding,
-    FactoryKwargs,
-    Linear,
-    SinusoidalPositions,
-    TiedHead,
-)
+from scratchlm.model.layers import Embedding, FactoryKwargs, Linear, SinusoidalPositions, TiedHead
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
 from scratchlm.ops.ranges import keep_in_range, mark
@@ -191,6 +186,8 @@ class Inputs(TypedDict, total=False):
 
 class TransformerLM(Transformer):
     """Embedding → blocks → final norm → head: logits for the next token at every position."""
+
+    __call__: Callable[..., Tensor]  # for type checkers; nn.Module's own says Any
 
     def __init__(self, config: ModelConfig, ops: str | Ops = "fast", **where: Any) -> None:
         super().__init__(config, ops, **where)

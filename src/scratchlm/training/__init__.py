@@ -15,7 +15,7 @@ from scratchlm.training.schedules import (
     make_schedule,
     wsd_schedule,
 )
-from scratchlm.training.session import Outcome, run_plan
+from scratchlm.training.session import Outcome, Start, run_plan
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.step import StepResult, backward, take_step
 from scratchlm.training.throughput import Throughput, make_throughput, measure_matmul_rate
@@ -47,6 +47,7 @@ __all__ = [
     "has_run",
     "run_plan",
     "Outcome",
+    "Start",
     "write_report",
     "Section",
     "Run",

@@ -32,6 +32,7 @@ from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.threads import share_cores
 from scratchlm.training.optimizers import ScalesGradients, WritesShadowWeights, make_optimizers
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
@@ -50,6 +51,8 @@ class Learner:
     ) -> None:
         self.model, self.warn = model, warn
         self.device = next(model.parameters()).device
+        if self.device.type == "cpu":
+            share_cores()
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
         disable_cublas_workspace(settings)
@@ -281,7 +284,8 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
 
 def check_overrides(values: dict[str, Any], device: str) -> None:
     """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
-    about = ("cuda_graph", "shares", "precision", "accelerate")
+    about = {"cuda_graph", "shares", "precision", "accelerate"}
+    about |= {"checkpointing", "checkpointed_layers"}
     given = {name: values[name] for name in about if name in values}
     check_applicable(TrainConfig.from_dict(given).resolved(device), device)
 

@@ -5,6 +5,7 @@
 [data]    train, val and tokenizer: paths, relative to the run where they lie inside it
 [changed] settings of [train] that a later session was asked to change; others may not differ
           from those of the checkpoint a run goes on from
+[start]   from: the model whose weights the run began with, if any
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Plan:
     train: TrainConfig
     data: DataFiles
     changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for later
+    start: Path | None = None  # the model whose weights the run began with
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -75,6 +77,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "train": plan.train.to_dict(),
             "data": plan.data.to_dict(run),
             **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
+            **({} if plan.start is None else {"start": {"from": str(plan.start.absolute())}}),
         }
     )
     write_atomically(run / NAME, text.lstrip("\n").encode())
@@ -85,11 +88,13 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
     path = Path(run) / NAME
     try:
         tables = read_toml(path)
+        start = tables.get("start", {}).get("from")
         return Plan(
             from_dict(tables["model"]),
             TrainConfig.from_dict(tables["train"]),
             DataFiles.from_dict(tables["data"], Path(run)),
             frozenset(tables.get("changed", {}).items()),
+            None if start is None else Path(start),
         )
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None

@@ -40,23 +40,39 @@ class Curves:
         )
 
     def smooth_loss(self) -> list[float]:
-        """Exponential moving average over about a fiftieth of the run, bias-corrected."""
-        decay = 1 - 1 / max(1.0, len(self.loss) / 50)
-        out: list[float] = []
-        mean = weight = 0.0
-        for value in self.loss:
-            mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
-            out.append(mean / weight)
+        """Fit a line to the steps around each, about a fiftieth of the run, and read it there.
+
+        A line, and a window to both sides: no lag where the loss falls, no noise at the ends.
+        """
+        count, half = len(self.loss), len(self.loss) // 100
+        sums, moments = [0.0], [0.0]  # of y and of x·y, before each step
+        for i, value in enumerate(self.loss):
+            sums.append(sums[-1] + value)
+            moments.append(moments[-1] + i * value)
+        out = []
+        for i in range(count):
+            first, last = max(0, i - half), min(count - 1, i + half)
+            n, centre = last - first + 1, (first + last) / 2
+            mean = (sums[last + 1] - sums[first]) / n
+            spread = n * (n * n - 1) / 12  # Σ (x − centre)²
+            moment = moments[last + 1] - moments[first] - centre * n * mean
+            out.append(mean + (i - centre) * moment / spread if spread else mean)
         return out
 
 
-def draw_run(records: Sequence[Mapping[str, Any]], floor: float | None = None) -> bytes:
-    """Draw one run as a PNG; `floor` is the entropy of the data, if known: no model can beat it."""
+def draw_run(
+    records: Sequence[Mapping[str, Any]], floor: float | None = None, *, narrow: bool = False
+) -> bytes:
+    """Draw one run as a PNG; `floor` is the entropy of the data, if known: no model can beat it.
+
+    `narrow` is for a phone: everything below each other.
+    """
     from matplotlib.figure import Figure
 
     curves = Curves.of(records)
-    figure = Figure(figsize=(9, 6.4), dpi=110, layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(2.4, 1))
+    figure = Figure(figsize=(4, 7) if narrow else (9, 6.4), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(3 if narrow else 2, 1 if narrow else 2)
+    grid.set_height_ratios((2, 1, 1) if narrow else (2.4, 1))
     top = figure.add_subplot(grid[0, :])
     top.plot(curves.steps, curves.loss, color=COLOURS[0], alpha=0.25, lw=0.8)
     top.plot(curves.steps, curves.smooth_loss(), color=COLOURS[0], lw=1.6, label="training")
@@ -79,7 +95,7 @@ def draw_run(records: Sequence[Mapping[str, Any]], floor: float | None = None) -
     rate.plot(curves.steps, curves.lr, color=COLOURS[4], lw=1.4)
     _style_axes(rate, "step", "learning rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    speed = figure.add_subplot(grid[1, 1])
+    speed = figure.add_subplot(grid[-1, -1])
     speed.plot(curves.steps, curves.tokens_per_second, color=COLOURS[2], lw=1.2)
     speed.set_ylim(bottom=0)
     _style_axes(speed, "step", "tokens per second")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import math
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,8 @@ from scratchlm.accounting import (
     count_parameters,
     memory,
 )
-from scratchlm.checkpoint import MODEL, find_checkpoints, read_manifest
+from scratchlm.checkpoint import MODEL, best_step, find_checkpoints, read_manifest, step_of
+from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
@@ -45,25 +49,28 @@ def write_report(
     title: str | None = None,
     floor: float | None = None,
     sections: Sequence[Section] = (),
+    command: str | None = None,
 ) -> Path:
     """Write RUN/report.html and RUN/loss.png from what the run has on disk; return the page.
 
-    `floor`: a loss no model can beat, drawn as a line. `sections` follow the curves.
+    `floor`: a loss no model can beat, drawn as a line. `sections` follow the curves. `command`:
+    what a person typed to make the run.
     """
     run = Path(run)
     plan, records = read_plan(run), read_metrics(run)
     if not any("loss" in record for record in records):
         raise ScratchLMError(f"{run}: no step has been made yet; there is nothing to report")
-    picture = draw_run(records, floor)
+    picture, narrow = draw_run(records, floor), draw_run(records, floor, narrow=True)
     all_sections = [
         Section("In short", _summary(records, floor)),
         Section(
             "Loss, learning rate, throughput",
-            f'<img alt="loss curves" src="{_data_uri(picture)}">',
+            picture_html("loss curves", picture, narrow),
         ),
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
         Section("The accounting beside what was measured", _accounting(run, plan, records)),
+        Section("How it was made", table(("", ""), _origin(run, plan, command))),
         Section(
             "Config", f"<pre>{html.escape(read_text(run / CONFIG_NAME, MAX_CONFIG_BYTES))}</pre>"
         ),
@@ -114,10 +121,11 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
             cards.append(("above the entropy floor", f"{best['val_loss'] / floor - 1:+.2%}"))
     cards += [
         ("time in steps", duration(clock["seconds"])),
-        ("tokens per second", f"{clock['tokens_per_second']:,.0f}"),
+        ("tokens per second", f"{mean_rate(last):,.0f}"),
     ]
     if "mfu" in clock:
-        cards.append((f"MFU ({clock['mfu_convention']})", f"{clock['mfu']:.1%}"))
+        mfu = clock["mfu"] * mean_rate(last) / clock["tokens_per_second"]
+        cards.append((f"MFU ({clock['mfu_convention']})", f"{mfu:.1%}"))
     return (
         '<div class="cards">'
         + "".join(
@@ -126,6 +134,41 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
         )
         + "</div>"
     )
+
+
+def _origin(run: Path, plan: Plan, command: str | None) -> list[tuple[str, str]]:
+    """Return the command, the data in epochs, the best step, the machine and the versions."""
+    rows = [("command", command)] if command else []
+    if plan.start is not None:
+        rows.append(("started from", str(plan.start)))
+    with contextlib.suppress(ScratchLMError, OSError):
+        count = read_sidecar(plan.data.train).count
+        seen = plan.train.steps * plan.train.tokens_per_step(plan.model)
+        rows.append(("data", f"{count:,} tokens; {seen / max(1, count):.3g} epochs"))
+    found = find_checkpoints(run)
+    if found:
+        best, last = best_step(found[-1]), step_of(found[-1])
+        which = f"step {last:,}, the last" if best is None else f"step {best:,}, the best"
+        rows.append(("checkpoint that commands take", which))
+        versions = read_manifest(found[-1])["versions"]
+        rows.append(("versions", ", ".join(f"{name} {text}" for name, text in versions.items())))
+    return [*rows, ("machine", describe_machine())]
+
+
+def describe_machine() -> str:
+    """Name this machine: its processor, cores and threads, its GPU if it has one."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    gpu = f"; {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{platform.system()}, {name}, {cores}{gpu}"
+
+
+def mean_rate(last: Mapping[str, Any]) -> float:
+    """Return the tokens per second of all steps up to one; its own are those of the last few."""
+    return last["tokens"] / max(last["clock"]["seconds"], 1e-9)
 
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> str:
@@ -220,6 +263,14 @@ def _format_bytes(count: float) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
+def picture_html(alt: str, wide: bytes, narrow: bytes) -> str:
+    """Embed a picture in two widths: for a screen and for a phone."""
+    return (
+        f'<picture><source media="(max-width: 600px)" srcset="{_data_uri(narrow)}">'
+        f'<img alt="{html.escape(alt)}" src="{_data_uri(wide)}"></picture>'
+    )
+
+
 def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
@@ -228,25 +279,39 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
+<meta name="color-scheme" content="light dark">
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb;
-  margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; }}
+:root {{ --text: #111827; --page: #f9fafb; --card: #fff; --line: #e5e7eb; --faint: #f3f4f6;
+  --grey: #6b7280; --mark: #fde68a; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --text: #e5e7eb; --page: #0b0f19; --card: #151b28; --line: #2b3444; --faint: #1f2737;
+    --grey: #9ca3af; --mark: #92400e; }}
+  img {{ filter: invert(.92) hue-rotate(180deg); border-radius: 6px; }}
+}}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+  margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; overflow-wrap: anywhere; }}
+.scroll {{ overflow-x: auto; }} .scroll img {{ max-width: none; }}
+@media (min-width: 601px) {{ .scroll img {{ max-width: 100%; }} }}
+mark {{ background: var(--mark); color: inherit; padding: 0 .2em; border-radius: 3px; }}
+@media (max-width: 600px) {{ body {{ padding: 1rem .5rem; }} section {{ padding: .9rem; }} }}
 h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.15rem; margin: 0 0 .8rem; }}
-h3 {{ font-size: .9rem; color: #6b7280; margin: 1rem 0 .2rem; }}
-section {{ background: #fff; border: 1px solid #e5e7eb; border-radius: 10px;
+h3 {{ font-size: .9rem; color: var(--grey); margin: 1rem 0 .2rem; }}
+section {{ background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 1.2rem 1.4rem; margin: 1rem 0; overflow-x: auto; }}
 img {{ max-width: 100%; display: block; margin: auto; }}
 .cards {{ display: flex; flex-wrap: wrap; gap: 1rem 2rem; }}
 .cards div {{ display: flex; flex-direction: column; }}
 .cards b {{ font-size: 1.3rem; font-weight: 600; }}
-.cards span {{ color: #6b7280; font-size: .85rem; }}
+.cards span {{ color: var(--grey); font-size: .85rem; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #f3f4f6; }}
-th {{ color: #6b7280; font-weight: 500; }}
-blockquote {{ margin: .2rem 0; padding: .4rem .8rem; background: #f3f4f6; border-radius: 6px;
+th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; }}
+th {{ color: var(--grey); font-weight: 500; }}
+blockquote {{ margin: .2rem 0; padding: .4rem .8rem; background: var(--faint); border-radius: 6px;
   white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
   font-size: .85rem; }}
-pre {{ font-size: .8rem; margin: 0; }} p {{ color: #6b7280; font-size: .85rem; }}
+pre {{ font-size: .8rem; margin: 0; overflow-x: auto; overflow-wrap: normal; }}
+p {{ color: var(--grey); font-size: .85rem; }}
 </style></head><body>
 <h1>{title}</h1>
 {body}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from scratchlm.checkpoint import (
     TRAINING_STATE,
+    best_step,
     checkpoint_path,
     clean_leftovers,
     find_checkpoints,
@@ -80,6 +81,7 @@ class Run:
     tokenizer: bytes | None = None  # what tokenizer.json held when the session began
     changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for since
     progress: Progress = field(default_factory=Progress)
+    eos_token_ids: tuple[int, ...] = ()  # of a model that came with its own
     metrics: MetricsFile = field(init=False)
     unsaved_best: Snapshot | None = None  # copied, and written with the next checkpoint
     _began: float = field(default_factory=lambda: time.perf_counter())
@@ -108,6 +110,8 @@ class Run:
             state = read_tensors(path, learner.device, TRAINING_STATE)
             learner.load(read_tensors(path, learner.device), state)
             self.progress = progress
+            metadata = read_manifest(path)["metadata"]
+            self.eos_token_ids = tuple(metadata.get("eos_token_ids", ()))
             set_aside_after(self.directory, self.progress.step)
             self._prune(learner)  # the last session may have ended just before it did
         self.metrics = MetricsFile(
@@ -197,6 +201,7 @@ class Run:
                 "reached": asdict(snapshot.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
+                **({"eos_token_ids": list(self.eos_token_ids)} if self.eos_token_ids else {}),
             },
         )
         verify_checkpoint(path)
@@ -219,7 +224,7 @@ class Run:
 def _best_step(path: Path) -> int | None:
     """The best step recorded in a checkpoint; None if it is damaged."""
     try:
-        return read_manifest(path)["metadata"]["reached"]["best_step"]
+        return best_step(path)
     except ScratchLMError:
         return None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batches, TokenFile, ValidationBatches, tokenizer_fingerprint
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
@@ -34,6 +35,14 @@ class Outcome:
     learner: Learner
 
 
+@dataclass(frozen=True)
+class Start:
+    """The weights a run begins with, and the tokens that end a text of theirs."""
+
+    tensors: Mapping[str, Tensor]
+    eos_token_ids: tuple[int, ...] = ()
+
+
 OnBegin = Callable[[Learner, Run, Throughput], None]
 
 
@@ -51,9 +60,11 @@ def run_plan(
     warn: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     matmul_rate: float | None = None,
+    start: Callable[[], Start] | None = None,
 ) -> Outcome:
     """Train `plan` in `directory`; with `resume`, from its newest checkpoint.
 
+    `start` loads what a run with `plan.start` begins with; that becomes its checkpoint of step 0.
     `bytes_per_id` gives bits per byte; `sample` generates texts at every evaluation; `on_begin` is
     called once everything is checked and loaded; `matmul_rate` (FLOP/s) gives MFU.
     """
@@ -70,11 +81,13 @@ def run_plan(
         tokenizer, known = _read_tokenizer(plan.data.tokenizer)
         files = _open_token_files(plan, known, stack)
         data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
-        learner = Learner(
-            build_model(plan.model, settings.seed, device, ops),
-            settings,
-            warn=warnings.warn if warn is None else warn,
-        )
+        model, first = build_model(plan.model, settings.seed, device, ops), None
+        if plan.start is not None and not find_checkpoints(directory):
+            if start is None:
+                raise ScratchLMError(f"{directory} starts from {plan.start}, which was not given")
+            first = start()
+            model.load_state_dict(first.tensors)
+        learner = Learner(model, settings, warn=warnings.warn if warn is None else warn)
         run = stack.enter_context(
             Run(
                 directory,
@@ -85,6 +98,9 @@ def run_plan(
         )
         run.restore(learner, warn)
         write_plan(directory, replace(plan, train=settings))
+        if first is not None:
+            run.eos_token_ids = first.eos_token_ids
+            run.save(learner)
         throughput = make_throughput(
             plan.model, settings.tokens_per_step(plan.model), device, matmul_rate
         )

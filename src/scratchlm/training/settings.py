@@ -14,6 +14,7 @@ from typing import Any
 from scratchlm import acceleration
 from scratchlm.accounting import CHECKPOINTING
 from scratchlm.config import ModelConfig
+from scratchlm.errors import did_you_mean
 
 SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
@@ -136,9 +137,11 @@ class TrainConfig:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict):
             raise TypeError(f"train must be a table; got {type(values).__name__}")
-        unknown = values.keys() - {field.name for field in fields(cls)}
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(values.keys() - set(known))
         if unknown:
-            raise ValueError(f"unknown config key: train.{sorted(unknown)[0]}")
+            near = did_you_mean(unknown[0], known)
+            raise ValueError(f"unknown config key: train.{unknown[0]}{near}")
         return cls(**values)
 
     @classmethod

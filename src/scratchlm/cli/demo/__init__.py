@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli import terminal
-from scratchlm.cli.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,6 @@ def demo(
     Exit status 0: the held-out loss is within 3 % of that floor and every probability shown within
     0.03 of the truth; 1: not. A demo that was interrupted goes on where it stopped.
     """
-    limit_openmp_spinning()
     from scratchlm.cli.demo.corpus import DemoArgs, remove_demo
 
     if seed < 0:
@@ -111,6 +109,7 @@ def _show(world: World) -> int:
     """Print the model's next words beside the truth, write the report, return the exit status."""
     from rich.console import Console
 
+    from scratchlm.cli.attention_picture import attention_section
     from scratchlm.cli.demo.showing import (
         collect_result,
         html_sections,
@@ -133,7 +132,11 @@ def _show(world: World) -> int:
         world.out,
         title="scratchlm demo: a world whose truth is known",
         floor=world.floor,
-        sections=html_sections(world, result, comparisons, stories),
+        sections=[
+            *html_sections(world, result, comparisons, stories),
+            *filter(None, [attention_section(world.out)]),
+        ],
+        command="scratchlm demo",
     )
     print_verdict(console, world, result)
     console.print(f"report  {report}", markup=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import math
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from scratchlm.cli.demo import LOSS_WITHIN, WORD_WITHIN
 from scratchlm.cli.demo.corpus import World
@@ -18,7 +19,7 @@ from scratchlm.cli.demo.words import Comparison, GeneratedStory
 from scratchlm.cli.training_console import TrainingConsole
 from scratchlm.training import read_metrics
 from scratchlm.training.plots import COLOURS, Curves
-from scratchlm.training.report import Section, duration, table
+from scratchlm.training.report import Section, duration, picture_html, table
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -99,9 +100,9 @@ class DemoResult:
 
 
 def collect_result(world: World, comparisons: Sequence[Comparison]) -> DemoResult:
-    """Collect the last held-out loss and the worst next-word error."""
+    """Collect the best held-out loss, that of the model shown, and the worst next-word error."""
     records = read_metrics(world.out)
-    val_loss = [r["val_loss"] for r in records if r.get("val_loss") is not None][-1]
+    val_loss = min(r["val_loss"] for r in records if r.get("val_loss") is not None)
     seconds = [r["clock"]["seconds"] for r in records if "loss" in r][-1]
     worst = max(comparisons, key=lambda comparison: comparison.worst)
     return DemoResult(val_loss, val_loss / world.floor - 1, worst, seconds)
@@ -112,21 +113,38 @@ def print_samples(console: Console, stories: Sequence[GeneratedStory]) -> None:
     possible = sum(story.possible for story in stories)
     console.print("\n[bold]What it writes[/]")
     for story in stories[:3]:
-        # A model that has learnt little may write control characters.
-        shown = "".join(c if c.isprintable() else "�" for c in story.text)
-        console.print(f"  {shown}", markup=False)
+        console.print(Padding(Text(printable(story.text)), (0, 0, 0, 2)))
     console.print(
         f"{possible} of {len(stories)} stories it wrote could have come from the source itself"
     )
+    wrong = [story for story in stories if not story.possible]
+    if wrong:
+        before, word, after = map(printable, wrong[0].cut())
+        console.print("this one could not, for the word that stands out:")
+        space = "" if not before or not word[:1].isalnum() else " "
+        told = Text.assemble(before, space, (f"»{word}«", "bold red"), after)
+        console.print(Padding(told, (0, 0, 0, 2)))
+
+
+def printable(text: str) -> str:
+    """Replace control characters: a model that has learnt little may write some."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def last_words(text: str, room: int) -> str:
+    """Return the end of a text that fits, cut between words."""
+    if len(text) <= room:
+        return text
+    kept = text[-(room - 2) :]
+    return "… " + (kept if text[-(room - 1)] == " " else kept.partition(" ")[2])
 
 
 def print_table(console: Console, comparisons: Sequence[Comparison]) -> None:
     """Print the next words, the model's bars beside the truth's, to fit in 80 columns."""
     console.print("\n[bold]The next word[/]: [cyan]truth[/] and [magenta]model[/]")
     for comparison in comparisons:
-        shown = comparison.prompt
-        shown = shown if len(shown) <= 74 else "… " + shown[-72:]
-        console.print(f"\n[dim]{comparison.title}[/]\n  {shown} …", soft_wrap=True)
+        console.print(f"\n[dim]{comparison.title}[/]")
+        console.print(Padding(Text(f"{comparison.prompt} …"), (0, 0, 0, 2)))
         for word, truth, model in comparison.rows:
             console.print(
                 f"  {word:<10} {truth:.3f} [cyan]{bar(truth, 20)}[/]  "
@@ -146,7 +164,7 @@ def verdicts(world: World, result: DemoResult) -> list[tuple[bool, str]]:
         (
             result.words_hold,
             f"next words: at most {result.worst.worst:.4f} from the truth, after "
-            f"“… {result.worst.prompt[-24:]}” (promised: within {WORD_WITHIN})",
+            f"“{last_words(result.worst.prompt, 26)}” (promised: within {WORD_WITHIN})",
         ),
     ]
 
@@ -192,37 +210,54 @@ def html_sections(
     written = "".join(
         f"<blockquote>{html.escape(story.text)}</blockquote>" for story in stories[:5]
     )
-    excess_plot = base64.b64encode(draw_excess_loss(read_metrics(world.out), world.floor)).decode()
-    picture = f'<img alt="distance from the floor" src="data:image/png;base64,{excess_plot}">'
+    wrong = [story for story in stories if not story.possible]
+    betrayed = ""
+    if wrong:
+        before, word, after = map(html.escape, wrong[0].cut())
+        betrayed = (
+            "<p>This one could not, for the word that stands out:</p>"
+            f"<blockquote>{before} <mark>{word}</mark>{after}</blockquote>"
+        )
+    records = read_metrics(world.out)
+    wide, narrow = (draw_excess_loss(records, world.floor, narrow=kind) for kind in (False, True))
+    picture = picture_html("distance from the floor", wide, narrow)
     return [
         Section("What was promised", f"<ul>{judged}</ul>{picture}{source}"),
         Section("The next word: truth and model", _STYLE + "".join(map(_html_words, comparisons))),
         Section(
             "What it writes now",
             f"{written}<p>{possible} of {len(stories)} stories it wrote could have come from the "
-            "source itself.</p>",
+            f"source itself.</p>{betrayed}",
         ),
     ]
 
 
-def draw_excess_loss(records: Sequence[Mapping[str, Any]], floor: float) -> bytes:
-    """Draw the excess of the losses over the floor, on a log scale."""
+def draw_excess_loss(
+    records: Sequence[Mapping[str, Any]], floor: float, *, narrow: bool = False
+) -> bytes:
+    """Draw the excess of the losses over the floor: on a log scale, linear around the floor."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     curves = Curves.of(records)
-    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4, 3.4) if narrow else (9, 3.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
+    lowest = -1.0
     for steps, losses, colour, name in (
         (curves.steps, curves.smooth_loss(), COLOURS[0], "training, smoothed"),
         (curves.val_steps, curves.val_loss, COLOURS[1], "held-out"),
     ):
-        # A training batch may have a loss below the floor: not on a log scale.
-        excess = [(s, 100 * (loss / floor - 1)) for s, loss in zip(steps, losses, strict=True)]
-        shown = [(s, percent) for s, percent in excess if percent > 0.01]
-        axes.plot(*zip(*shown, strict=True), color=colour, lw=1.4, label=name) if shown else None
-    axes.axhline(100 * LOSS_WITHIN, color="#111827", ls=":", lw=1.2, label="promised")
-    axes.set_yscale("log")
+        excess = [100 * (loss / floor - 1) for loss in losses]
+        axes.plot(steps, excess, color=colour, lw=1.4, label=name)
+        lowest = min([lowest, *excess])
+    axes.axhline(100 * LOSS_WITHIN, color="#6b7280", ls=":", lw=1.2, label="promised")
+    axes.axhline(0, color="#111827", lw=1.0, label="the floor")
+    # A few batches may have a loss below the floor by chance: linear around it, log beyond.
+    axes.set_yscale("symlog", linthresh=1.0, linscale=0.6)
+    axes.set_yticks([-1, 0, 1, 3, 10, 30, 100, 300])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(bottom=1.2 * lowest)
     axes.set_xlabel("step")
     axes.set_ylabel("loss above the floor")
     axes.grid(alpha=0.25, lw=0.6)
@@ -238,7 +273,7 @@ _STYLE = """<style>
   align-items: center; margin: .3rem 0 1.2rem; font-variant-numeric: tabular-nums; }
 .words i { display: block; height: .55rem; border-radius: 3px; min-width: 1px; }
 .words .t { background: #0891b2; } .words .m { background: #be185d; margin-top: 2px; }
-.words small { color: #6b7280; line-height: 1.15; }
+.words small { color: var(--grey); line-height: 1.15; }
 .key { display: inline-block; width: .8rem; height: .55rem; border-radius: 3px; }
 </style>
 <p><span class="key" style="background:#0891b2"></span> truth &nbsp;

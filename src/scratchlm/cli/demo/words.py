@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from scratchlm.cli.demo.corpus import World
-from scratchlm.data.stories import END, spelled, to_words
+from scratchlm.data.stories import END, spelled, to_text, to_words
 from scratchlm.model import TransformerLM
 from scratchlm.tokenizer import Tokenizer
 
@@ -103,10 +103,28 @@ def begins_a_word(tokenizer: Tokenizer, token: int) -> bool:
 
 @dataclass(frozen=True)
 class GeneratedStory:
-    """A story the model wrote; `possible`: it has non-zero true probability."""
+    """A story the model wrote, and where it is betrayed: at a word that could not follow."""
 
     text: str
-    possible: bool
+    wrong: int | None = None  # of its words and END; −1: it is not written in words at all
+
+    @property
+    def possible(self) -> bool:
+        """Whether it has non-zero true probability."""
+        return self.wrong is None
+
+    def cut(self) -> tuple[str, str, str]:
+        """Return the text before the word that betrays it, that word, and the text after it."""
+        if self.wrong is None:
+            return self.text, "", ""
+        if self.wrong < 0:
+            return self.text, "(not in words of this world)", ""
+        words = to_words(self.text + END)
+        word = words[self.wrong]
+        before = to_text(words[: self.wrong])
+        if word == END:
+            return before, "(the end)", ""
+        return before, word, self.text[len(to_text(words[: self.wrong + 1])) :]
 
 
 def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[GeneratedStory]:
@@ -122,12 +140,26 @@ def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[G
         sampling=Sampling(temperature=1.0),
         seed=world.plan.train.seed,
     )
-    return [GeneratedStory(story.text, _possible(world, story.text)) for story in stories]
+    return [GeneratedStory(story.text, first_wrong(world, story.text)) for story in stories]
 
 
-def _possible(world: World, text: str) -> bool:
+def first_wrong(world: World, text: str) -> int | None:
+    """Return the first word of a story that the source could not have written there."""
     try:
-        world.source.surprisals(to_words(text + END))
+        words = to_words(text + END)
     except ValueError:
-        return False
-    return True
+        return -1
+    try:
+        world.source.surprisals(words)
+        return None
+    except ValueError:
+        pass
+    low, high = 0, len(words)  # the first `low` words are possible, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            world.source.surprisals(words[:middle])
+            low = middle
+        except ValueError:
+            high = middle
+    return low

@@ -1,0 +1,94 @@
+"""`scratchlm train --from MODEL`: begin with the weights and the tokenizer of another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scratchlm.config import Learned, ModelConfig
+from scratchlm.errors import ScratchLMError
+from scratchlm.training.choosing import Machine, choose_settings
+
+if TYPE_CHECKING:
+    from scratchlm.data.token_file import TokenFileInfo
+    from scratchlm.training import DataFiles, Plan, Start, TrainConfig
+
+EPOCHS, LR_FACTOR = 3, 0.1  # of what is chosen for random weights
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """What a run takes over: a config, a tokenizer, and where they lie."""
+
+    config: ModelConfig
+    source: Path
+    fingerprint: str
+
+    def tokenizer_file(self, files: DataFiles) -> Path:
+        """Return the tokenizer to keep in the run's checkpoints."""
+        beside = files.train.parent / "tokenizer.json"
+        return beside if beside.is_file() else self.source / "tokenizer.json"
+
+    def check_tokens(self, info: TokenFileInfo) -> None:
+        """Refuse token files of another tokenizer: their ids mean something else to the model."""
+        if info.tokenizer != self.fingerprint:
+            raise ScratchLMError(
+                f"the data was encoded with another tokenizer than that of {self.source}: "
+                f"expected fingerprint {self.fingerprint[:16]}, got {info.tokenizer[:16]}"
+            )
+
+
+def start_model(path: Path, model_table: dict[str, Any]) -> StartModel:
+    """Look at the model to start from, without its weights."""
+    from scratchlm.tokenizer import load_tokenizer
+
+    source, config = _find(path)
+    if not any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise ScratchLMError(f"{source}: no tokenizer there; training on text needs the model's")
+    context = model_table.get("context_length", config.context_length)
+    if context != config.context_length:
+        if isinstance(config.positions, Learned):
+            raise ValueError(
+                f"model.context_length cannot change: {path} has learned "
+                f"{config.context_length} positions"
+            )
+        config = config.replace(context_length=context)
+    return StartModel(config, source, load_tokenizer(source).fingerprint())
+
+
+def _find(path: Path) -> tuple[Path, ModelConfig]:
+    """Return the folder of the weights, of a run its best checkpoint, and the model's config."""
+    from scratchlm import checkpoint
+    from scratchlm.interop import is_hf_directory, read_hf
+
+    if checkpoint.is_checkpoint(path):
+        return path, checkpoint.read_config(path)
+    if is_hf_directory(path):
+        return path, read_hf(path).config
+    found = checkpoint.choose_checkpoint(path)
+    if found is None:
+        raise ScratchLMError(
+            f"--from {path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face "
+            "directory"
+        )
+    return found, checkpoint.read_config(found)
+
+
+def fine_tuning_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainConfig:
+    """Choose settings as for random weights, with a tenth of the rate and three epochs at most."""
+    chosen = choose_settings(model, tokens, machine)
+    steps = max(1, EPOCHS * tokens // chosen.tokens_per_step(model))
+    return replace(chosen, lr=chosen.lr * LR_FACTOR, steps=min(chosen.steps, steps))
+
+
+def load_start(plan: Plan) -> Start:
+    """Load the weights a run begins with, in float32."""
+    import torch
+
+    from scratchlm.inference import load_model
+    from scratchlm.training import Start
+
+    assert plan.start is not None
+    loaded = load_model(plan.start, dtype=torch.float32, accelerate=False)
+    return Start(loaded.model.state_dict(), loaded.eos_ids)

@@ -1,0 +1,94 @@
+"""Every command of README and docs is run as written, with small stand-ins for the names."""
+
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.tiny import byte_tokenizer
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.cli import main
+from scratchlm.config import Rotary
+from scratchlm.interop import write_hf
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = "Once upon a time the cat sat on the mat, and the dog ran to the hill. " * 80
+# What is not ours to run here.
+OTHERS = (r"\. \.venv/bin/activate", r"make [a-z-]+", r"python bench/\w+\.py.*", r"pip install .*")
+# A GPU's settings are refused where there is none, by name.
+NEEDS_GPU = r"train\.\S+ needs a CUDA device"
+
+
+def lines_of(page):
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+WITH_COMMANDS = [page for page in PAGES if any(lines_of(page))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_line_that_nobody_checks(page):
+    for line in lines_of(page):
+        if not line.startswith("scratchlm "):
+            assert any(re.fullmatch(known, line) for known in OTHERS), line
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Make the files the pages speak of, and go there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.txt", "held-out.txt", "corpus.txt", "more.txt", "corpus/a.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(TEXT)
+    tokenizer = byte_tokenizer("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    config = ModelConfig(tokenizer.vocab_size, 64, 16, 2, 2, positions=Rotary(layout="half"))
+    for name in ("Qwen3-0.6B", "Llama-3.2-1B"):
+        torch.manual_seed(0)
+        model = TransformerLM(config)
+        file = tokenizer.save(tmp_path / "tokenizer")
+        write_hf(tmp_path / "path/to" / name, config, model.state_dict(), file)
+    config_file = tmp_path / "path/to/config.json"
+    config_file.write_text((tmp_path / "path/to/Llama-3.2-1B/config.json").read_text())
+    return tmp_path
+
+
+def shortened(words):
+    """Make what takes minutes short: few steps, few tokens, a small vocabulary."""
+    words = ["270" if word == "8192" else word for word in words]
+    if words[0] == "train" and "--resume" not in words:
+        return [*words, "--steps", "3"]
+    if words[0] == "generate" and "--max-new-tokens" not in words:
+        return [*words, "--max-new-tokens", "4"]
+    if words[0] == "demo":
+        return [*words, "--steps", "2", "--sentences", "100"]
+    return words
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run(page, stand_ins, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for line in lines_of(page):
+        if not line.startswith("scratchlm "):
+            continue
+        words = shortened(shlex.split(line)[1:])
+        status = call(monkeypatch, words)
+        told = capsys.readouterr()
+        if status == 2 and re.search(NEEDS_GPU, told.err) and not torch.cuda.is_available():
+            continue
+        allowed = (0, 1) if words[0] == "demo" else (0,)  # two steps do not reach the floor
+        assert status in allowed, f"{line}\n{told.err}"
+
+
+def call(monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["scratchlm", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code or 0

@@ -1,0 +1,52 @@
+"""The examples run, are short, and say what they are."""
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_an_example_runs(script, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(script), run_name="__main__")
+    assert printed.getvalue().strip()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_an_example_is_a_page(script):
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert lines[0].startswith('"""')
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_cells_of_a_notebook_run(notebook, monkeypatch, tmp_path):
+    """One after the other in one name space; a notebook is stored without output."""
+    import matplotlib
+
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    names: dict[str, object] = {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), f"{notebook.name}:{cell['id']}", "exec"), names)
+    assert names["losses"][-1] < names["losses"][0]
+
+
+def test_the_page_lists_every_example():
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for path in [*SCRIPTS, *NOTEBOOKS]:
+        assert f"]({path.name})" in page, path.name

@@ -1,0 +1,298 @@
+"""What a new user types first: the wrong thing is refused at once, the right one does its work."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from scratchlm.checkpoint import choose_checkpoint, find_checkpoints, read_manifest, step_of
+from scratchlm.cli import main
+from scratchlm.inference import load_model
+from scratchlm.training import read_metrics, read_plan
+from training.tiny import write_data
+
+SMALL = ("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.context_length=8")
+TEXT = "the cat sat on the mat and the dog ran to the hill. " * 60
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "my.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def overtrained(cli, tmp_path, text):
+    """A run whose last checkpoint is worse than its best: it learnt few words by heart."""
+    run, val = tmp_path / "over", tmp_path / "val.txt"
+    val.write_text("".join(reversed(TEXT)))
+    assert cli("tokenizer", "train", text, "--vocab-size", 270, "--out", tmp_path / "tok")[0] == 0
+    for name, source in (("a", text), ("b", val)):
+        options = ("--tokenizer", tmp_path / "tok", "--out", tmp_path / name, "--val-fraction", 0)
+        assert cli("prepare", source, *options)[0] == 0
+    held_out = tmp_path / "b" / "train.bin"
+    settings = ("train.lr=0.03", "train.eval_every=5", "train.eval_batches=0", "train.batch_size=8")
+    command = ("train", tmp_path / "a", "--val", held_out, "--out", run, "--steps", 40)
+    code, _, err = cli(*command, *SMALL, *settings)
+    assert code == 0, err
+    return run, held_out, err
+
+
+def test_every_command_takes_the_best_checkpoint_and_says_so(cli, tmp_path, overtrained):
+    run, held_out, told = overtrained
+    losses = {line["step"]: line["val_loss"] for line in read_metrics(run) if "val_loss" in line}
+    best = min(losses, key=losses.get)
+    assert 0 < best < 40, "the run must have become worse, or it shows nothing"
+    assert f"the held-out loss has risen since step {best}" in told
+    assert re.search(r"step 40: held-out loss .*rising: \d\.\d+ above the best", told)
+    note = f"checkpoint: step {best}, the best on held-out data (--checkpoint last: step 40)"
+
+    assert step_of(load_model(run).source) == best
+    assert step_of(load_model(run, checkpoint="last").source) == 40
+    code, out, err = cli("evaluate", run, held_out, "--json")
+    assert code == 0
+    assert json.loads(out)["loss"] == pytest.approx(losses[best], rel=1e-5)
+    assert note in err
+    code, out, err = cli("evaluate", run, held_out, "--json", "--checkpoint", "last")
+    assert json.loads(out)["loss"] == pytest.approx(losses[40], rel=1e-5)
+    assert "checkpoint: step 40, the last" in err
+    for command in (
+        ("generate", run, "--prompt", "the", "--max-new-tokens", 3),
+        ("next", run, "--prompt", "the"),
+        ("export", run, tmp_path / "hf"),
+    ):
+        code, _, err = cli(*command)
+        assert code == 0, err
+        assert note in err
+    exported, tokens = load_model(tmp_path / "hf").model, torch.arange(8)[None]
+    torch.testing.assert_close(exported(tokens), load_model(run, checkpoint=best).model(tokens))
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(cli, overtrained):
+    run, _, _ = overtrained
+    steps = ", ".join(str(step_of(path)) for path in find_checkpoints(run))
+    code, _, err = cli("generate", run, "--checkpoint", 7)
+    assert code == 2
+    assert f"keeps no checkpoint of step 7; it has {steps}" in err
+    code, _, err = cli("generate", run, "--checkpoint", "newest")
+    assert code == 2
+    assert "a checkpoint is best, last or a step; got 'newest'" in err
+    code, _, err = cli("generate", find_checkpoints(run)[0], "--checkpoint", "last")
+    assert code == 2
+    assert "not a run" in err
+
+
+def test_a_damaged_best_checkpoint_is_reported_and_the_last_taken(overtrained):
+    run, _, _ = overtrained
+    (choose_checkpoint(run) / "model.safetensors").write_bytes(b"damaged")
+    told = []
+    assert step_of(choose_checkpoint(run, warn=told.append)) == 40
+    assert "the best checkpoint cannot be used" in told[0]
+
+
+def test_the_epochs_of_a_run_are_said_and_its_throughput_is_the_mean(cli, overtrained):
+    run, _, told = overtrained
+    plan, last = read_plan(run), [line for line in read_metrics(run) if "loss" in line][-1]
+    tokens = json.loads(plan.data.train.with_suffix(".json").read_text())["count"]
+    assert f"{40 * 8 * 8 / tokens:.3g} epochs" in told
+    mean = last["tokens"] / last["clock"]["seconds"]
+    page = (run / "report.html").read_text()
+    assert f"<b>{mean:,.0f}</b><span>tokens per second" in page
+    code, out, _ = cli("compare", run, "--out", run / "c.png")
+    assert code == 0
+    assert f"{mean:,.0f}" in out
+
+
+# Starting from another model
+
+
+def test_training_starts_from_a_run_a_checkpoint_and_a_hugging_face_folder(cli, tmp_path, text):
+    first = tmp_path / "first"
+    options = ("--vocab-size", 280, *SMALL)
+    assert cli("train", text, "--out", first, "--steps", 20, *options)[0] == 0
+    assert cli("export", first, tmp_path / "hf")[0] == 0
+    trained = load_model(first)
+    for number, source in enumerate((first, trained.source, tmp_path / "hf")):
+        run = tmp_path / f"run{number}"
+        command = ("train", text, "--from", source, "--out", run, "--steps", 3)
+        code, _, err = cli(*command, "train.keep_last=9", "train.save_every=1")
+        assert code == 0, err
+        assert f"starting from {source}" in err
+        assert "learning a vocabulary" not in err
+        begun = load_model(run, checkpoint=0)
+        for name, tensor in load_model(source).model.state_dict().items():
+            assert torch.equal(begun.model.state_dict()[name], tensor), name
+        assert begun.tokenizer.fingerprint() == trained.tokenizer.fingerprint()
+        assert not torch.equal(
+            load_model(run, checkpoint="last").model.lm_head.weight, trained.model.lm_head.weight
+        )
+        assert read_plan(run).train.lr < read_plan(first).train.lr
+
+
+def test_a_run_from_a_model_resumes_without_that_model(cli, tmp_path, text):
+    first, run = tmp_path / "first", tmp_path / "run"
+    assert cli("train", text, "--out", first, "--steps", 5, "--vocab-size", 280, *SMALL)[0] == 0
+    command = ("train", text, "--from", first, "--out", run)
+    assert cli(*command, "--steps", 4, "train.keep_last=9")[0] == 0
+    whole = load_model(run, checkpoint="last").model.state_dict()
+    for path in find_checkpoints(run)[1:]:
+        shutil.rmtree(path)
+    assert [step_of(path) for path in find_checkpoints(run)] == [0]
+    moved = first.rename(tmp_path / "moved")
+    code, _, err = cli(*command, "--resume")
+    assert code == 0, err
+    again = load_model(run, checkpoint="last").model.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    code, _, err = cli("train", text, "--from", moved, "--out", run, "--resume")
+    assert code == 2
+    assert f"was begun from {first}" in err
+
+
+def test_a_run_that_lost_its_start_never_begins_with_random_weights(cli, tmp_path, text):
+    first, run = tmp_path / "first", tmp_path / "run"
+    assert cli("train", text, "--out", first, "--steps", 5, "--vocab-size", 280, *SMALL)[0] == 0
+    assert cli("train", text, "--from", first, "--out", run, "--steps", 2)[0] == 0
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(first)
+    code, _, err = cli("train", "--out", run, "--resume")
+    assert code == 2
+    assert f"{first}: no such run" in err
+
+
+def test_the_context_may_shrink_and_the_ends_of_texts_are_kept(cli, tmp_path, text):
+    first, run = tmp_path / "first", tmp_path / "run"
+    assert cli("train", text, "--out", first, "--steps", 2, "--vocab-size", 280, *SMALL)[0] == 0
+    command = ("train", text, "--from", first, "--out", run, "--steps", 2)
+    assert cli(*command, "model.context_length=4")[0] == 0
+    assert read_plan(run).model.context_length == 4
+    (last,) = [path for path in find_checkpoints(run) if step_of(path) == 2]
+    kept = read_manifest(last)["metadata"]["eos_token_ids"]
+    assert tuple(kept) == load_model(first).eos_ids
+
+
+NOT_BESIDE_FROM = {
+    "--preset": ("--preset", "demo"),
+    "--params": ("--params", "1M"),
+    "--ablation": ("--ablation", "no-rope"),
+    "--tokenizer": ("--tokenizer", "char"),
+    "--vocab-size": ("--vocab-size", 300),
+    "model.d_model": ("model.d_model=32",),
+}
+
+
+def test_from_refuses_another_model_tokenizer_or_vocabulary(cli, tmp_path, text):
+    first, run = tmp_path / "first", tmp_path / "run"
+    assert cli("train", text, "--out", first, "--steps", 2, "--vocab-size", 280, *SMALL)[0] == 0
+    for name, given in NOT_BESIDE_FROM.items():
+        code, _, err = cli("train", text, "--from", first, "--out", run, *given)
+        assert code == 2
+        assert name in err
+    options = ("--tokenizer", "char", "--out", tmp_path / "chars", "--steps", 1)
+    assert cli("train", text, *options, *SMALL)[0] == 0
+    code, _, err = cli("train", tmp_path / "chars" / "data", "--from", first, "--out", run)
+    assert code == 2
+    assert "another tokenizer" in err
+    code, _, err = cli("train", text, "--from", tmp_path / "nowhere", "--out", run)
+    assert code == 2
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_model_in_the_place_of_a_run_is_refused_and_stays(cli, tmp_path, text, resume):
+    first = tmp_path / "first"
+    assert cli("train", text, "--out", first, "--steps", 2, "--vocab-size", 280, *SMALL)[0] == 0
+    assert cli("export", first, tmp_path / "hf")[0] == 0
+    assert cli("import", tmp_path / "hf", tmp_path / "imported")[0] == 0
+    for place in (tmp_path / "imported", tmp_path / "hf"):
+        before = sorted(path.name for path in place.iterdir())
+        code, _, err = cli("train", text, "--out", place, *resume)
+        assert code == 2
+        assert f"{place} is a model, not a run: --from {place} starts from it" in err
+        assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_resume_refuses_a_folder_of_other_things(cli, tmp_path, text):
+    place = tmp_path / "notes"
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    code, _, err = cli("train", text, "--out", place, "--resume")
+    assert code == 2
+    assert "holds no run to go on with, but notes.txt" in err
+    assert [path.name for path in place.iterdir()] == ["notes.txt"]
+
+
+# Mistakes that cost nothing to find
+
+EARLY = {
+    "preset": (("--preset", "gpt2xl"), "unknown preset 'gpt2xl'; did you mean 'gpt2-xl'?"),
+    "nothing near": (("--preset", "zzz"), "unknown preset 'zzz'; there are gpt2"),
+    "heads": (("model.d_model=64", "model.num_heads=5"), "d_model must be divisible by num_heads"),
+    "heads alone": (("model.num_heads=37",), "d_model must be divisible by num_heads"),
+    "model key": (("model.d_modle=64",), "d_modle; did you mean 'd_model'?"),
+    "part's key": (("model.norm.epss=1",), "norm.epss; did you mean 'eps'?"),
+    "train key": (("train.learning_rat=1",), "unknown config key: train.learning_rat"),
+    "misspelt": (("train.warmup_step=1",), "did you mean 'warmup_steps'?"),
+    "fp8": (("train.precision=fp8",), "train.precision=fp8 needs a CUDA device"),
+    "graph": (("train.cuda_graph=true",), "train.cuda_graph needs a CUDA device"),
+    "layers": (("train.checkpointed_layers=1",), "needs train.checkpointing"),
+    "vocabulary": (("--tokenizer", "char", "--vocab-size", "300"), "--tokenizer char has its own"),
+    "data twice": (("data.train=x.bin",), "as DATA or by data.train, not by both"),
+    "held out twice": (("--val", "x.bin", "--val-fraction", "0.2"), "has no effect beside it"),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_what_costs_nothing_to_find_is_refused_before_the_text_is_read(cli, tmp_path, text, name):
+    given, message = EARLY[name]
+    run = tmp_path / "run"
+    code, _, err = cli("train", text, "--out", run, "--device", "cpu", *given)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1, err
+    assert not run.exists()
+    if name == "train key":
+        assert "did you mean" not in err
+
+
+def test_a_setting_of_a_config_file_that_cannot_apply_is_refused_early_too(cli, tmp_path, text):
+    wanted = tmp_path / "all.toml"
+    wanted.write_text('[train]\nprecision = "fp8"\n')
+    options = ("--config", wanted, "--out", tmp_path / "run", "--device", "cpu")
+    code, _, err = cli("train", text, *options)
+    assert code == 2
+    assert err == "error: train.precision=fp8 needs a CUDA device; the model is on cpu\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--vocab-size", "300"),
+        ("--val-fraction", "0.2"),
+        ("--separator", "x"),
+        ("--field", "x"),
+        ("--tokenizer", "char"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_options_for_text_are_refused_where_the_data_is_encoded(cli, tmp_path, given):
+    data = write_data(tmp_path / "data")
+    code, _, err = cli("train", data, "--out", tmp_path / "run", *given)
+    assert code == 2
+    assert f"{given[0]}" in err
+    assert "the data is encoded already" in err
