@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "inference": {
         *("model", "acceleration", "tokenizer", "checkpoint", "interop", "config", "errors"),
     },
-    "inspect": {"model", "inference", "errors"},
+    "inspect": {"ops", "model", "inference", "errors"},
     "evaluation": {"inference", "errors"},
     "check": {"ops", "model", "training", "errors"},
     "serve": {"inference", "inspect", "accounting", "errors"},
