@@ -13,8 +13,12 @@ from torch import Tensor
 from scratchlm.inspect.attribution import Attribution, attribute
 from scratchlm.inspect.edits import pad_keys
 from scratchlm.inspect.points import Point, resolve
-from scratchlm.inspect.selection import Run, Selection
+from scratchlm.inspect.selection import Selection
 from scratchlm.model import Transformer
+
+
+# The positions of columns: of all rows alike, by row (−1 is padding), or not known
+Placed = range | tuple[int, ...] | Tensor | None
 
 
 @dataclass
@@ -24,7 +28,7 @@ class _Kept:
     selection: Selection
     pieces: list[Tensor] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
-    placed: list[Tensor] = field(default_factory=list)  # (rows, columns): positions
+    placed: list[Placed] = field(default_factory=list)
 
 
 class Cache:
@@ -38,7 +42,7 @@ class Cache:
         self._kept: dict[str, _Kept] = {}
         self.edited: frozenset[str] = frozenset()  # points that were edited in this run
 
-    def add(self, selection: Selection, piece: Tensor, placed: Int[Tensor, "rows n"]) -> None:
+    def add(self, selection: Selection, piece: Tensor, placed: Placed) -> None:
         """Take a point of one more forward in."""
         kept = self._kept.setdefault(selection.point.name, _Kept(selection))
         kept.pieces.append(piece)
@@ -76,9 +80,13 @@ class Cache:
 
     def positions(self, name: str) -> Int[Tensor, "rows n"]:
         """Return the positions of a point's columns: one row for all, or by row; −1 is padding."""
-        placed = self.kept(name).placed
-        rows = max(len(piece) for piece in placed)
-        return torch.cat([piece.expand(rows, -1) for piece in placed], dim=-1)
+        pieces = []
+        for placed in self.kept(name).placed:
+            if placed is None:
+                raise ValueError(f"{name} was kept of chosen vectors, whose positions are not known")
+            pieces.append(placed if isinstance(placed, Tensor) else torch.tensor([[*placed]]))
+        rows = max(len(piece) for piece in pieces)
+        return torch.cat([piece.cpu().expand(rows, -1) for piece in pieces], dim=-1)
 
     def selection(self, name: str) -> Selection:
         """Return which part of a point was kept."""
@@ -154,19 +162,3 @@ class Cache:
         one that was kept, where none is named.
         """
         return attribute(self, token, against, position)
-
-
-def placed_columns(
-    run: Run, selection: Selection, device: torch.device
-) -> tuple[Int[Tensor, "rows n"], Int[Tensor, "rows n"] | None]:
-    """Return the positions of what is kept of a forward, and its columns (None: all)."""
-    columns = selection.columns(run, device)
-    if run.positions is None:
-        return torch.full((1, run.seq), -1, device=device), None
-    if isinstance(run.positions, range):
-        placed = torch.arange(run.positions.start, run.positions.stop, device=device)[None]
-    else:
-        placed = run.positions
-    return (
-        placed if columns is None else placed.gather(1, columns.expand(len(placed), -1))
-    ), columns

@@ -21,7 +21,7 @@ from typing import Any, TypedDict, Unpack
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from scratchlm.inspect.cache import Cache, placed_columns
+from scratchlm.inspect.cache import Cache
 from scratchlm.inspect.edits import Edit, Kind, make_edit
 from scratchlm.inspect.points import Point, points, resolve
 from scratchlm.inspect.selection import Indices, Run, Selection
@@ -254,9 +254,8 @@ class Look:
 
     def _add(self, selection: Selection, part: Tensor) -> None:
         selection.meet(self.run)
-        placed, columns = placed_columns(self.run, selection, part.device)
-        if self._cache is not None and (columns is None or columns.shape[1]):
-            self._cache.add(selection, part, placed)
+        if self._cache is not None and part.shape[selection.point.position_axis]:
+            self._cache.add(selection, part, selection.placed(self.run, part.device))
 
     def wanted(self, name: str) -> Selection | None:
         """Return what is kept of a point."""

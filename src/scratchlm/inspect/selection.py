@@ -181,6 +181,15 @@ class Selection:
         order = ranks.masked_fill(ranks < 0, torch.iinfo(torch.int64).max).argsort(dim=-1)
         return order[:, : int(counts[0])]
 
+    def placed(self, run: Run, device: torch.device) -> range | tuple[int, ...] | Tensor | None:
+        """Return the positions of the columns that are meant."""
+        columns = self.columns(run, device)
+        if columns is None or run.positions is None:
+            return run.positions
+        if isinstance(run.positions, range):
+            return tuple(run.positions[column] for column in columns[0].tolist())
+        return run.positions.gather(1, columns)
+
     def take(self, x: Tensor, run: Run) -> Tensor:
         """Return the part of a tensor that is meant; the tensor itself if that is all of it."""
         columns, axis = self.columns(run, x.device), self.point.position_axis
