@@ -83,7 +83,7 @@ class Cache:
         pieces = []
         for placed in self.kept(name).placed:
             if placed is None:
-                raise ValueError(f"{name} was kept of chosen vectors, whose positions are not known")
+                raise ValueError(f"{name} was kept of vectors whose positions are not known")
             pieces.append(placed if isinstance(placed, Tensor) else torch.tensor([[*placed]]))
         rows = max(len(piece) for piece in pieces)
         return torch.cat([piece.cpu().expand(rows, -1) for piece in pieces], dim=-1)

@@ -146,12 +146,15 @@ class Selection:
 
     def check_met(self) -> None:
         """Refuse to end before everything that is meant has come by."""
+        if self.missed:
+            raise ValueError(
+                f"{self} was never applied at position {min(self.missed)}: "
+                "no forward inside the context had it"
+            )
         if not self.met:
             raise ValueError(
                 f"{self} was never applied: the model did not run through it inside the context"
             )
-        if self.missed:
-            raise ValueError(f"{self} was never applied at position {min(self.missed)}")
 
     def __str__(self) -> str:
         return f"{self.what}({self.point.name!r})"
