@@ -16,7 +16,6 @@ from scratchlm.inspect.points import Point, resolve
 from scratchlm.inspect.selection import Selection
 from scratchlm.model import Transformer
 
-
 # The positions of columns: of all rows alike, by row (−1 is padding), or not known
 Placed = range | tuple[int, ...] | Tensor | None
 
