@@ -89,7 +89,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = load(model, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -137,7 +137,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = load(model, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -149,7 +149,7 @@ def next_(
             Text(repr(candidate.text)),
             str(candidate.token_id),
             f"{candidate.probability:.2%}",
-            Text(_bar(candidate.probability / found[0].probability, 30), style="cyan"),
+            Text(draw_bar(candidate.probability / found[0].probability, 30), style="cyan"),
         )
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     console.print(table)
@@ -185,7 +185,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, device, dtype, accelerate)
+    loaded = load(model, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
@@ -262,7 +262,7 @@ def _answer(
 def _print_as_it_comes(prompt: str, pieces: Iterable[Piece]) -> None:
     terminal = sys.stdout.isatty()
     if terminal:
-        typer.secho(_escape_control(prompt), dim=True, nl=False)
+        typer.secho(escape_control(prompt), dim=True, nl=False)
     count, begin = 0, time.perf_counter()
     for piece in pieces:
         count += 1
@@ -294,23 +294,23 @@ def _print_whole(index: int, prompt: str, text: str, record: dict[str, Any], as_
     if index:
         typer.echo("---")
     if sys.stdout.isatty():
-        typer.secho(_escape_control(prompt), dim=True, nl=False)
-        text = _escape_control(text)
+        typer.secho(escape_control(prompt), dim=True, nl=False)
+        text = escape_control(text)
     typer.echo(text)
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(_escape_control(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(escape_control(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-def _escape_control(text: str) -> str:
+def escape_control(text: str) -> str:
     """Replace control characters by their pictures: output must not control the terminal."""
     picture = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
     return text.translate({**picture, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})
 
 
-def _bar(share: float, width: int) -> str:
+def draw_bar(share: float, width: int) -> str:
     """Draw a fraction of `width` cells, to an eighth of a cell."""
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
@@ -336,7 +336,8 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
+def load(model: str, device: str, dtype: str, accelerate: bool) -> Loaded:
+    """Load a model as the options say; warnings go to stderr."""
     import torch
 
     from scratchlm.inference import load_model

@@ -147,10 +147,14 @@ class Cache:
 
         It reads `embed` and `layers.*.out`, at the positions at which they were kept.
         """
-        stream = ["embed", *(f"layers.{i}.out" for i in range(len(self.model.layers)))]
+        return torch.stack([logits for _, logits in self.lens_by_layer()])
+
+    @torch.no_grad()
+    def lens_by_layer(self) -> Iterator[tuple[str, Float[Tensor, "batch position vocab"]]]:
+        """Give the lens out point by point: all of it at once may be large."""
         model: Any = self.model
-        logits = [model.lm_head.forward(model.ln_final.forward(self[name])) for name in stream]
-        return torch.stack(logits)
+        for name in ("embed", *(f"layers.{i}.out" for i in range(len(model.layers)))):
+            yield name, model.lm_head.forward(model.ln_final.forward(self[name]))
 
     def attribute(
         self, token: int, against: int | None = None, position: int | None = None
