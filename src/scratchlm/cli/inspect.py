@@ -95,7 +95,7 @@ def inspect(
 
         if head is not None and head[0] not in found.weights:
             raise ValueError(f"--html: the patterns of {len(found.tokens)} tokens are too large")
-        html.write_text(inspect_page(str(loaded.source), found, head), encoding="utf-8")
+        html.write_text(inspect_page(model, found, head), encoding="utf-8")
         console.print(f"written: {html}", style="dim")
 
 

@@ -64,22 +64,30 @@ function drawLens() {
   }
 }
 
-let pattern = null;
+let pattern = null, margin = 0; // the margin holds the tokens that look
 function drawPattern() {
   const heads = data.weights[at("layer").value], n = data.tokens.length;
   pattern = Uint8Array.from(atob(heads[+at("head").value]), (c) => c.charCodeAt(0));
   const canvas = at("pattern"), size = Math.max(2, Math.min(24, Math.floor(640 / n)));
-  canvas.width = canvas.height = n * size;
-  const pen = canvas.getContext("2d"), mark = getComputedStyle(document.body).getPropertyValue("--mark");
+  margin = size >= 12 ? 110 : 0;
+  canvas.width = margin + n * size;
+  canvas.height = n * size;
+  const pen = canvas.getContext("2d"), style = getComputedStyle(document.body);
+  const mark = style.getPropertyValue("--mark");
+  pen.fillStyle = style.getPropertyValue("--ink");
+  pen.font = "12px ui-monospace, Menlo, Consolas, monospace";
+  pen.textBaseline = "middle";
+  if (margin) data.tokens.forEach((token, i) => pen.fillText(quoted(token).slice(0, 14), 4, (i + 0.5) * size));
   for (let i = 0; i < n * n; i++) {
     pen.fillStyle = `rgba(${mark}, ${pattern[i] / 255})`;
-    pen.fillRect((i % n) * size, Math.floor(i / n) * size, size, size);
+    pen.fillRect(margin + (i % n) * size, Math.floor(i / n) * size, size, size);
   }
 }
 
 function point(event) {
   const n = data.tokens.length, box = at("pattern").getBoundingClientRect();
-  const key = Math.min(n - 1, Math.floor((event.clientX - box.left) / box.width * n));
+  const x = (event.clientX - box.left) / box.width * at("pattern").width - margin;
+  const key = Math.max(0, Math.min(n - 1, Math.floor(x / (at("pattern").width - margin) * n)));
   const query = Math.min(n - 1, Math.floor((event.clientY - box.top) / box.height * n));
   const weight = (pattern[query * n + key] / 255).toFixed(2);
   at("pointed").textContent =
