@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scratchlm.inspect.attribution import Attribution, attribute
 from scratchlm.inspect.edits import pad_keys
-from scratchlm.inspect.points import Point, resolve
+from scratchlm.inspect.points import resolve
 from scratchlm.inspect.selection import Selection
 from scratchlm.model import Transformer
 
@@ -36,8 +36,8 @@ class Cache:
     A forward that goes on from a key-value cache is joined to the one before, position by position.
     """
 
-    def __init__(self, model: Transformer, there: dict[str, Point]) -> None:
-        self.model, self._there = model, there
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
         self._kept: dict[str, _Kept] = {}
         self.edited: frozenset[str] = frozenset()  # points that were edited in this run
 
@@ -49,7 +49,7 @@ class Cache:
         kept.placed.append(placed)
 
     def __getitem__(self, name: str) -> Tensor:
-        (point,) = resolve(self.model, self._there, name)
+        (point,) = resolve(self.model, name)
         kept = self.kept(point.name)
         for piece, version in zip(kept.pieces, kept.versions, strict=True):
             if version is not None and piece._version != version:

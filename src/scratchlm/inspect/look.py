@@ -52,7 +52,7 @@ class Look:
     def __init__(self, model: Transformer) -> None:
         if not isinstance(model, Transformer):
             raise TypeError(f"inspect takes a TransformerLM; got {type(model).__name__}")
-        self.model, self.points = model, points(model)
+        self.model = model
         self.run = Run(0, 0, None)
         self._cache: Cache | None = None
         self._keeps: dict[str, tuple[Selection, bool]] = {}  # and whether with its gradient
@@ -73,6 +73,11 @@ class Look:
         if kind is None:
             for selection in self._selections():
                 selection.check_met()
+
+    @property
+    def points(self) -> dict[str, Point]:
+        """The points of this model, by name."""
+        return points(self.model)
 
     @property
     def cache(self) -> Cache:
@@ -161,7 +166,7 @@ class Look:
     def _resolve(self, names: Names) -> list[Point]:
         if not self._is_open:
             raise ValueError("the context is closed: keep and edit inside `with inspect(model)`")
-        return resolve(self.model, self.points, names)
+        return resolve(self.model, names)
 
     def select(self, point: Point, what: str, **part: Any) -> Selection:
         """Check which part of a point is meant."""
@@ -221,7 +226,7 @@ class Look:
         if self._is_muted:
             return
         if self._cache is None or not self.run.cached or self.run.begins:
-            self._cache = Cache(self.model, self.points)
+            self._cache = Cache(self.model)
         self._cache.edited |= self._edits.keys()
 
     def visit(self, name: str, x: Tensor) -> Tensor:

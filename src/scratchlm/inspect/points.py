@@ -49,6 +49,9 @@ _FFN_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
+Named = tuple[str, str, int | None]  # a point's name, its kind, its layer
+
+
 @dataclass(frozen=True)
 class Point:
     """A point of a model: its name, its axes, and their sizes (None: known as it runs)."""
@@ -72,26 +75,31 @@ class Point:
 
 def points(model: Transformer) -> dict[str, Point]:
     """Return the points of this model, in the order in which they are computed."""
-    found = {}
-    for name, kind, layer in _named(model):
-        if why_missing(model, kind, layer) is None:
-            axes = _axes(model, kind, layer)
-            found[name] = Point(name, kind, layer, axes, _sizes(model, axes, layer))
-    return found
+    return {point.name: point for point in _found(model, _named(model))}
 
 
-def resolve(model: Transformer, there: dict[str, Point], names: str | Iterable[str]) -> list[Point]:
+def resolve(model: Transformer, names: str | Iterable[str]) -> list[Point]:
     """Return the points of these names, in order; a name that fits none is an error."""
-    chosen: dict[str, Point] = {}
+    chosen, named = set(), _named(model)
     for name in [names] if isinstance(names, str) else names:
         pattern = re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
-        fits = {other: point for other, point in there.items() if pattern.fullmatch(other)}
+        fits = _found(model, [known for known in named if pattern.fullmatch(known[0])])
         if not fits:
-            raise ValueError(_unknown(model, name, list(there)))
-        chosen |= fits
+            raise ValueError(_unknown(model, name, list(points(model))))
+        chosen |= {point.name for point in fits}
     if not chosen:
         raise ValueError("name at least one point; got none")
-    return [point for name, point in there.items() if name in chosen]
+    return _found(model, [known for known in named if known[0] in chosen])
+
+
+def _found(model: Transformer, named: Iterable[Named]) -> list[Point]:
+    """Return those points that the model has."""
+    found = []
+    for name, kind, layer in named:
+        if why_missing(model, kind, layer) is None:
+            axes = _axes(model, kind, layer)
+            found.append(Point(name, kind, layer, axes, _sizes(model, axes, layer)))
+    return found
 
 
 def _unknown(model: Transformer, name: str, there: list[str]) -> str:
@@ -102,10 +110,10 @@ def _unknown(model: Transformer, name: str, there: list[str]) -> str:
     return f"no point is called {name!r}; near it: {near}"
 
 
-def _named(model: Transformer) -> list[tuple[str, str, int | None]]:
+def _named(model: Transformer) -> list[Named]:
     """Return name, kind and layer of every point that such a model could have."""
     inner = [kind for kind in KINDS if kind not in ("embed", "final", "logits")]
-    named: list[tuple[str, str, int | None]] = [("embed", "embed", None)]
+    named: list[Named] = [("embed", "embed", None)]
     for i in range(len(model.layers)):
         named += [(f"layers.{i}.{kind}", kind, i) for kind in inner]
     return [*named, ("final", "final", None), ("logits", "logits", None)]
