@@ -63,7 +63,7 @@ def inspect(
     """
     from rich.console import Console
 
-    from scratchlm.inference.inspect import token_text
+    from scratchlm.inference.next_tokens import token_text
     from scratchlm.inference.prompts import encode_prompt
     from scratchlm.inspect.report import report
 
