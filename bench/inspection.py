@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from results import machine, table, versions, write_section
 from scratchlm.inference import load_model
 from scratchlm.inspect import inspect, points
 
-ROUNDS = 15
+ROUNDS, SWEEP_ROUNDS, PAIRS = 15, 3, 40
 LAYERS, HEADS = 6, 6
 SIZES = {"vocab_size": 8192, "n_embd": 384, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 256}
 # ours -> theirs
@@ -124,22 +123,29 @@ def caches(model: Any, bridge: Any, tokens: Tensor) -> list[tuple[object, ...]]:
 def overheads(model: Any, tokens: Tensor) -> list[tuple[object, ...]]:
     """Measure what one kept point adds to a forward, for every kind of point."""
     names = [name for name, point in points(model).items() if point.layer in (None, LAYERS // 2)]
-    sizes = {}
-
-    def keep(name: str) -> None:
-        with inspect(model) as look:
-            look.keep(name)
-            model(tokens)
-        sizes[name] = look.cache.nbytes
-
-    runs: dict[str, Callable[[], Any]] = {"": lambda: model(tokens)}
-    times = in_turns(runs | {name: partial(keep, name) for name in names})
     rows = []
-    for name in names:  # the fastest turns: others on the machine disturb them least
-        share = min(times[name]) / min(times[""]) - 1
-        rows.append((f"`{name}`", f"{100 * share:+.1f} %", f"{sizes[name] / 1e6:.2f} MB"))
-        print(*rows[-1], sep="  ")
+    for name in names:
+
+        def keep(name: str = name) -> Any:
+            with inspect(model) as look:
+                look.keep(name)
+                model(tokens)
+            return look.cache
+
+        keep(), model(tokens)
+        plain, kept = [], []
+        for number in range(PAIRS):  # side by side, and each first in turn
+            for who in (0, 1) if number % 2 else (1, 0):
+                (kept if who else plain).append(seconds(keep if who else lambda: model(tokens)))
+        share = quartile(kept) / quartile(plain) - 1
+        rows.append((f"`{name}`", f"{100 * share:+.1f} %", f"{keep().nbytes / 1e6:.2f} MB"))
+        print(*rows[-1], sep="  ", flush=True)
     return rows
+
+
+def quartile(times: list[float]) -> float:
+    """Return the time of a turn that was little disturbed."""
+    return statistics.quantiles(times, n=4)[0]
 
 
 def sweeps(model: Any, bridge: Any, clean: Tensor, corrupted: Tensor) -> list[tuple[object, ...]]:
@@ -175,7 +181,7 @@ def sweeps(model: Any, bridge: Any, clean: Tensor, corrupted: Tensor) -> list[tu
             found["theirs"] = function(bridge, corrupted, clean_cache, theirs_metric)
 
         runs = {"batched": lambda: sweep(32), "one by one": lambda: sweep(1), "theirs": patch}
-        times = in_turns(runs, rounds=5)
+        times = in_turns(runs, SWEEP_ROUNDS)
         torch.testing.assert_close(found["ours"], found["theirs"], rtol=1e-3, atol=1e-4)
         mine = times["batched"]
         rows.append(
@@ -207,7 +213,7 @@ def main() -> None:
         clean, corrupted = torch.randint(SIZES["vocab_size"], (2, 1, 32))
         torch.testing.assert_close(model(tokens), bridge(tokens), rtol=1e-3, atol=1e-4)
         kept = caches(model, bridge, tokens)
-        single = overheads(model, tokens)
+        single = overheads(model, tokens[:1])
         swept = sweeps(model, bridge, clean, corrupted)
     write_section(
         "Inspection, CPU",
@@ -215,9 +221,9 @@ def main() -> None:
         machine(),
         versions("torch", "transformers", "transformer-lens"),
         f"A random GPT-2 of {LAYERS} layers, d_model {SIZES['n_embd']}, {HEADS} heads, float32, "
-        f"without gradients. Processor time of one thread, medians of {ROUNDS} turns (sweeps: 5) "
-        "in one process; ratios are medians of the turns. Kept, of 4 × 128 tokens; memory is what "
-        "the kept tensors hold:\n\n"
+        f"without gradients. Processor time of one thread, medians of {ROUNDS} turns (sweeps: "
+        f"{SWEEP_ROUNDS}) in one process; ratios are medians of the turns. Kept, of 4 × 128 "
+        "tokens; memory is what the kept tensors hold:\n\n"
         + table(
             (
                 "kept",
@@ -229,8 +235,8 @@ def main() -> None:
             ),
             kept,
         )
-        + "\n\nWhat keeping one point adds to a forward of scratchlm, opening the context "
-        "included; the fastest of the turns against each other:\n\n"
+        + "\n\nWhat keeping one point adds to a forward of scratchlm over 1 × 128 tokens, opening "
+        f"the context included; the lower quartiles of {PAIRS} turns each, side by side:\n\n"
         + table(("point", "time", "bytes"), single)
         + "\n\nSweeps over 32 tokens, patch by patch from another run; transformer-lens by its own "
         "`patching` functions:\n\n"
