@@ -208,19 +208,20 @@ def test_gradients_flow_through_every_edit(family):
 @EVERY_FAMILY
 def test_the_gradient_of_a_kept_point_is_that_of_adding_to_it(family):
     model, tokens = build(FAMILIES[family]), ids(2, 6)
-    for name, point in points(model).items():
+    for name in points(model):
         with inspect(model) as look:
             look.keep(name, grad=True)
             before = model.loss(tokens, tokens.roll(-1, 1))
             before.backward()
         gradient = look.cache[name].grad
-        shift = torch.zeros_like(gradient, requires_grad=True)
+        assert gradient.any(), name
+        shift = torch.full_like(gradient, 1e-10, requires_grad=True)
         with inspect(model) as look:
             look.add(name, shift)
             loss = model.loss(tokens, tokens.roll(-1, 1))
             loss.backward()
-        torch.testing.assert_close(gradient, shift.grad, msg=f"{name} {point.axes}")
-        torch.testing.assert_close(before, loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, shift.grad, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(before, loss, rtol=0, atol=1e-6)
 
 
 def test_a_kept_gradient_changes_no_value():
