@@ -100,6 +100,19 @@ def test_uniform_scores_average_over_what_is_visible():
 
 
 @EVERY_FAMILY
+def test_a_head_that_looks_at_one_key_gives_that_keys_value(family):
+    model, tokens = build(FAMILIES[family]), ids(2, 9)
+    group = model.config.num_heads // model.config.num_kv_heads
+    with inspect(model) as look:
+        look.set("layers.0.attn.weights", torch.eye(9), heads=[1, 3])
+        look.keep(["layers.0.attn.v", "layers.0.attn.heads"])
+        model(tokens)
+    for head in (1, 3):
+        value = look.cache["layers.0.attn.v"][:, head // group]
+        torch.testing.assert_close(look.cache["layers.0.attn.heads"][:, head], value)
+
+
+@EVERY_FAMILY
 def test_what_is_not_chosen_keeps_its_bits(family):
     model, tokens = build(FAMILIES[family], dtype=torch.float32), ids(2, 9)
     before, _ = kept(model, tokens)
