@@ -3,7 +3,7 @@
 import torch
 
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.inference import attention_weights
+from scratchlm.inspect import attention_weights
 
 torch.manual_seed(0)
 length, config = 12, ModelConfig(24, 24, d_model=64, num_layers=2, num_heads=4)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
         *("model", "acceleration", "paged", "tokenizer", "checkpoint", "interop", "config"),
         *("accounting", "errors", "untrusted", "threads"),
     },
-    "inspect": {"model", "inference", "errors"},
+    "inspect": {"ops", "model", "inference", "errors"},
     "evaluation": {"inference", "errors"},
     "check": {"ops", "model", "training", "tokenizer", "data", "config", "errors"},
     "serve": {"inference", "inspect", "accounting", "errors"},

@@ -11,7 +11,8 @@ from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli import app
 from scratchlm.cli.account_models import find_model
 from scratchlm.config import to_dict, toml_text
-from scratchlm.inference import attention_weights, load_model
+from scratchlm.inference import load_model
+from scratchlm.inspect import attention_weights
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 

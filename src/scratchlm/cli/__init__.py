@@ -21,6 +21,7 @@ from scratchlm.cli import (
     evaluate,
     explain,
     generate,
+    inspect,
     interop,
     prepare,
     tokenizer,
@@ -49,6 +50,7 @@ evaluate.register(app)
 account.register(app)
 interop.register(app)
 generate.register(app)
+inspect.register(app)
 
 _show_traceback = False
 

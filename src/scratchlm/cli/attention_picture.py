@@ -16,7 +16,8 @@ TOKENS, LAYERS, HEADS = 24, 6, 8  # shown at most
 
 def attention_section(run: Path) -> Section | None:
     """Draw the attention of the run's best model over the beginning of its last sample."""
-    from scratchlm.inference import attention_weights, load_model
+    from scratchlm.inference import load_model
+    from scratchlm.inspect import attention_weights
     from scratchlm.training import Section, read_metrics
 
     samples = [line["samples"] for line in read_metrics(run) if line.get("samples")]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.terminal import say
+
 if TYPE_CHECKING:
     from scratchlm.check import Task, Verdict
     from scratchlm.check.scratch import Refused
@@ -81,13 +83,13 @@ def check(
     checker = _Checker(path, tasks, adapters is not None, from_scratch, time_limit, hint)
     if watch:
         for line in checker.watch():
-            typer.echo(line)
+            say(line)
     verdicts, refused = checker.check()
     if as_json:
-        typer.echo(json.dumps(checker.as_json(verdicts, refused), indent=2, ensure_ascii=False))
+        say(json.dumps(checker.as_json(verdicts, refused), indent=2, ensure_ascii=False))
     elif not train:
         for line in checker.lines(verdicts, refused):
-            typer.echo(line)
+            say(line)
     status = int(bool(refused) or any(v.state != "right" for v in verdicts))
     if train:
         from scratchlm.cli.check_training import train_both
@@ -117,13 +119,12 @@ def _path(file: Path | None, adapters: Path | None, init: bool) -> Path:
 
 def _write_stubs(path: Path) -> None:
     from scratchlm.check.stubs import write_stubs
+    from scratchlm.durable import write_atomically
 
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(write_stubs(path.name))
-    except FileExistsError:
-        raise ValueError(f"{path} exists already; it is left as it is") from None
-    typer.echo(f"wrote {path}; now write run_linear in it, and: scratchlm check {path}")
+    if path.exists():
+        raise ValueError(f"{path} exists already; it is left as it is")
+    write_atomically(path, write_stubs(path.name).encode())
+    say(f"wrote {path}; now write run_linear in it, and: scratchlm check {path}")
 
 
 class _Checker:

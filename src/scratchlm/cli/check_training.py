@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from scratchlm.cli.terminal import say
+from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
@@ -46,17 +46,17 @@ def train_both(
         pair = SideBySide(job, limit * TOKENIZER_LIMIT, printed.fileno(), weights_file)
         with contextlib.closing(pair):
             _say_tokenizer(world, pair.tokens, job)
-            typer.echo(f"{'step':>6}  {'definitions':>11}  {'yours':>11}")
+            say(f"{'step':>6}  {'definitions':>11}  {'yours':>11}")
             for mine, theirs in pair.steps():
                 ours.append(mine)
                 yours.append(theirs)
                 if len(ours) in (1, 2, 5) or len(ours) % max(1, steps // 6) == 0:
-                    typer.echo(f"{len(ours):>6}  {mine.loss:>11.6f}  {theirs.loss:>11.6f}")
+                    say(f"{len(ours):>6}  {mine.loss:>11.6f}  {theirs.loss:>11.6f}")
     first = compare(ours, yours)
     right = all(v.state == "right" for v in written if not v.cut)
     if first is not None and not (right and _is_rounding(first)):
         first = compare(ours, yours, beyond=ROUNDING) or first
-    typer.echo(_verdict(first, ours, yours, right))
+    say(_verdict(first, ours, yours, right))
     _keep(world, out, steps, weights_file, ours, yours, first)
     return 0 if first is None or (right and _is_rounding(first)) else 1
 
@@ -116,9 +116,9 @@ def _job(path: Path, world: World, verdicts: list[Verdict], course: bool) -> Job
 def _say_functions(verdicts: list[Verdict], job: Job) -> None:
     own = [v for v in verdicts if v.state != "missing" and v.task.name not in job.copying]
     lent = [v.task.short for v in verdicts if v not in own]
-    typer.echo(f"training with {len(own)} functions of yours, {job.settings.steps} steps")
+    say(f"training with {len(own)} functions of yours, {job.settings.steps} steps")
     if lent:
-        typer.echo(f"borrowed: {', '.join(lent)}")
+        say(f"borrowed: {', '.join(lent)}")
 
 
 def _say_tokenizer(world: World, found: dict[str, Any], job: Job) -> None:
@@ -130,11 +130,11 @@ def _say_tokenizer(world: World, found: dict[str, Any], job: Job) -> None:
             (i for i, (a, b) in enumerate(zip(found["merges"], merges, strict=False)) if a != b),
             min(len(found["merges"]), len(merges)),
         )
-        typer.echo(f"your merges leave the definition's at merge {at}; the model takes those")
+        say(f"your merges leave the definition's at merge {at}; the model takes those")
         return
     tokens = [ours.token_bytes(token) for token in ours.encode(job.text)]
     same = "the same tokens" if found["tokens"] == tokens else "other tokens for the same text"
-    typer.echo(f"the tokenizer: the same {len(merges)} merges, {same}")
+    say(f"the tokenizer: the same {len(merges)} merges, {same}")
 
 
 def _is_rounding(first: FirstDifference) -> bool:
@@ -192,12 +192,12 @@ def _keep(
     assert found is not None
     record = {"definitions": [s.loss for s in ours], "yours": [s.loss for s in yours]}
     record_more = {"first_difference": None if first is None else str(first), "floor": world.floor}
-    (out / "curves.json").write_text(json.dumps({**record, **record_more}, indent=1))
-    (out / "curves.png").write_bytes(draw_curves(ours, yours, world.floor, first))
-    typer.echo(f"held-out loss {found.loss:.4f}; no model can go below {world.floor:.4f}")
+    write_atomically(out / "curves.json", json.dumps({**record, **record_more}, indent=1).encode())
+    write_atomically(out / "curves.png", draw_curves(ours, yours, world.floor, first))
+    say(f"held-out loss {found.loss:.4f}; no model can go below {world.floor:.4f}")
     text = world.tokenizer.decode(_continue(model, world.tokenizer.encode(PROMPT)))
-    typer.echo(f"your model: {text}")
-    typer.echo(f"curves: {out / 'curves.png'}; more of it: scratchlm generate {out} -p '{PROMPT}'")
+    say(f"your model: {text}")
+    say(f"curves: {out / 'curves.png'}; more of it: scratchlm generate {out} -p '{PROMPT}'")
 
 
 def _continue(model: TransformerLM, ids: list[int]) -> list[int]:

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.cli.terminal import say, visible, write_output
+from scratchlm.durable import write_atomically
+from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
     from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
@@ -96,7 +99,7 @@ def generate(
         raise ValueError("--logprobs needs --json")
     check_beam(beam, sampling, seed, stop, length_penalty)
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, checkpoint, device, dtype, accelerate)
+    loaded = load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
         "max_new_tokens": max_new_tokens,
@@ -173,7 +176,7 @@ def next_(
     from scratchlm.inference import next_tokens
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, checkpoint, device, dtype, accelerate)
+    loaded = load(model, checkpoint, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
@@ -185,7 +188,7 @@ def next_(
             Text(repr(candidate.text)),
             str(candidate.token_id),
             f"{candidate.probability:.2%}",
-            Text(_bar(candidate.probability / found[0].probability, 30), style="cyan"),
+            Text(draw_bar(candidate.probability / found[0].probability, 30), style="cyan"),
         )
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     console.print(table)
@@ -201,7 +204,7 @@ def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None
     from rich.table import Table
     from rich.text import Text
 
-    from scratchlm.inference import attention_weights
+    from scratchlm.inspect import attention_weights
 
     tokenizer, config = loaded.need_tokenizer(), loaded.config
     layer, _, head = where.partition(".")
@@ -220,7 +223,7 @@ def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None
     table.add_column("weight", justify="right")
     table.add_column("")
     for token, weight in zip(ids, row, strict=True):
-        bar = Text(_bar(weight / max(row), 30), style="cyan")
+        bar = Text(draw_bar(weight / max(row), 30), style="cyan")
         table.add_row(Text(repr(tokenizer.decode([token]))), f"{weight:.2%}", bar)
     console.print()
     console.print(table)
@@ -254,7 +257,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    loaded = _load(model, checkpoint, device, dtype, accelerate)
+    loaded = load(model, checkpoint, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
@@ -322,11 +325,13 @@ def _save_chat(name: str, messages: list[Message]) -> None:
         say("error: where to? /save FILE", err=True)
         return
     lines = [json.dumps(asdict(message), ensure_ascii=False) + "\n" for message in messages]
+    if Path(name).exists():
+        say(f"error: {name}: exists already and is not overwritten", err=True)
+        return
     try:
-        with open(name, "x", encoding="utf-8") as file:
-            file.writelines(lines)
-    except OSError as error:
-        say(f"error: {name}: {error.strerror}", err=True)
+        write_atomically(Path(name), "".join(lines).encode())
+    except (OSError, ScratchLMError) as error:
+        say(f"error: {error}", err=True)
         return
     say(f"(wrote {len(messages)} messages to {name})", err=True)
 
@@ -426,7 +431,7 @@ def _print_whole(index: int, prompt: str, text: str, record: dict[str, Any], as_
     say(text)
 
 
-def _bar(share: float, width: int) -> str:
+def draw_bar(share: float, width: int) -> str:
     """Draw a fraction of `width` cells, to an eighth of a cell."""
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
@@ -452,7 +457,8 @@ def _bias(given: list[str]) -> dict[int, float]:
     return bias
 
 
-def _load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate: bool) -> Loaded:
+def load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate: bool) -> Loaded:
+    """Load a model as the options say; warnings go to stderr."""
     import torch
 
     from scratchlm.cli.train import choose_device

@@ -1,11 +1,11 @@
-"""Inference: load a model by name, generate with it, talk to it, look into it."""
+"""Inference: load a model by name, generate with it, talk to it."""
 
 from scratchlm.inference.beam import Beam, beam_search
 from scratchlm.inference.chat import FORMATS, ChatFormat, Message, chat_format, what_fits
 from scratchlm.inference.decoding import decode_one_token, generate, prefill, stream
 from scratchlm.inference.engine import Engine, Handle
-from scratchlm.inference.inspect import Candidate, attention_weights, next_tokens
 from scratchlm.inference.loading import Loaded, load_model
+from scratchlm.inference.next_tokens import Candidate, next_tokens
 from scratchlm.inference.rows import Generation, Piece, TokenLogprob
 from scratchlm.inference.sampling import GREEDY, Sampling, uniform
 
@@ -28,7 +28,6 @@ __all__ = [
     "Beam",
     "next_tokens",
     "Candidate",
-    "attention_weights",
     "FORMATS",
     "ChatFormat",
     "Message",
