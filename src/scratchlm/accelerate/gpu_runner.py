@@ -189,11 +189,11 @@ class GPURunner:
             tables=given[2 * rows :].view(rows, pages),
             tiles=[self._forward.decoding_tiles(tiles, max_kv_len)],
         )
-        logits = self._logits[:rows]
+        logits, forward = self._logits[:rows], self._forward
 
         def work() -> None:
             torch.index_select(last, 0, given[:rows], out=tokens.ids)
-            self._forward.run(tokens, logits)
+            forward.run(tokens, logits)
 
         return _Recording(given, rows, pages, logits, work)
 

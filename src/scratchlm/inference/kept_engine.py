@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
@@ -39,7 +39,15 @@ def engine_of(model: TransformerLM, num_pages: int, max_rows: int) -> Engine:
     memory = torch.cuda.get_device_properties(engine.device).total_memory
     if engine.cache.keys.nbytes + engine.cache.values.nbytes <= SHARE * memory:
         _kept[model] = signature, engine
+        finalize(model, _empty, ref(engine))
     return engine
+
+
+def _empty(gone: ref[Engine]) -> None:
+    """Let go of the pool and the weights at once: an engine and its scheduler hold each other."""
+    engine = gone()
+    if engine is not None:
+        vars(engine).clear()
 
 
 def _signature(model: TransformerLM) -> Any:
