@@ -12,7 +12,7 @@ from scratchlm.threads import BUSY, CALM_LOOKS, FREE, WaitPolicy, busy_seconds
 
 def run_python(code: str, **environment: str) -> str:
     """Run code in a fresh process of two threads; OpenMP's settings are this process's alone."""
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     outer = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

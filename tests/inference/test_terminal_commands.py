@@ -56,7 +56,7 @@ def test_chat_saves_the_conversation_and_leaves_a_file_alone(chat_run, tmp_path)
     out = tmp_path / "talk.jsonl"
     done = talk(chat_run, "/system be brief", "hi", f"/save {out}", f"/save {out}", "/save")
     assert f"(wrote 3 messages to {out})" in done.stderr
-    assert f"error: {out}: File exists" in done.stderr
+    assert f"error: {out}: exists already and is not overwritten" in done.stderr
     assert "where to? /save FILE" in done.stderr
     saved = [json.loads(line) for line in out.read_text().splitlines()]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]

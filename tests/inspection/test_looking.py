@@ -100,7 +100,7 @@ def test_acceleration_steps_aside_only_for_the_layers_looked_into(monkeypatch):
     model = accelerate(build(PLAIN.replace(num_layers=3), dtype=torch.float32))
 
     def running():
-        rows = [row for row in explain(model) if row.fusion not in ("cpu_decode", "gpu_decode")]
+        rows = [row for row in explain(model) if row.fusion not in ("cpu_runner", "gpu_runner")]
         return {(row.layer, row.fusion) for row in rows if row.reason is None}
 
     before = running()
@@ -135,11 +135,11 @@ def test_acceleration_steps_aside_only_for_the_layers_looked_into(monkeypatch):
 def test_whole_step_decoders_step_aside_and_say_so():
     model = accelerate(build(PLAIN, dtype=torch.float32))
     reason = {row.fusion: row.reason for row in explain(model)}
-    assert reason["cpu_decode"] is None
+    assert reason["cpu_runner"] is None
     with inspect(model) as look:
         look.keep("layers.1.out")
         reason = {row.fusion: row.reason for row in explain(model)}
-        assert "layers.0 that is hooked" in reason["cpu_decode"]
+        assert "layers.0 that is hooked" in reason["cpu_runner"]
         generate(model, [[1, 2, 3]], max_new_tokens=4, sampling=GREEDY)
         assert look.cache["layers.1.out"].shape == (1, 6, 16)  # every token but the last
 

@@ -250,7 +250,7 @@ def test_user_errors_are_one_line_and_leave_no_run(cli, tmp_path, name):
 
 @pytest.mark.parametrize(("context", "told"), [(48, True), (8, False)])
 def test_a_run_says_why_its_attention_is_slower(cli, tmp_path, text, monkeypatch, context, told):
-    monkeypatch.setattr(native, "_loaded", lambda: (None, "no C++ compiler"))
+    monkeypatch.setattr(native, "_loaded", lambda *source: (None, "no C++ compiler"))
     size = (*SMALL[:3], f"model.context_length={context}")
     command = ("train", text, "--out", tmp_path / "run", "--steps", 1, "--vocab-size", 280, *size)
     code, _, err = cli(*command)
