@@ -142,13 +142,12 @@ def read_chosen(
 ) -> T | None:
     """Read a run's checkpoint (`choose_checkpoint`), or the next where it vanishes meanwhile."""
     for _ in range(RESCANS):
-        path = choose_checkpoint(run, which, warn)
-        if path is None:
-            return None
+        before = find_checkpoints(run)
         try:
-            return read(path)
+            path = choose_checkpoint(run, which, warn)
+            return None if path is None else read(path)
         except (ScratchLMError, OSError):
-            if path.exists():
+            if find_checkpoints(run) == before:  # nothing has been removed meanwhile
                 raise
     raise ScratchLMError(f"{run}: checkpoints are replaced faster than they can be read")
 

@@ -59,8 +59,11 @@ REFUSED = [
     (["train", "DATA", "--out", "OUT", "model.norm={type='rmsnorm',eps=1e39}"], "eps must be"),
     (["generate", "RUN", "--device", "meta"], "--device must be"),
     (["generate", "RUN", "--device", "cpu:7"], "--device must be"),
-    (["generate", "RUN", "-p", "a", "--beam", "2", "--length-penalty", "1e308"], "length_penalty"),
-    (["generate", "RUN", "-p", "a", "--beam", "1000000000"], "num_beams must not exceed"),
+    (
+        ["generate", "RUN", "-p", "a", "--beam", "2", "--length-penalty", "1e308"],
+        "--length-penalty",
+    ),
+    (["generate", "RUN", "-p", "a", "--beam", "1000000000"], "--beam must not exceed"),
     (["generate", "RUN", "-p", "a", "--num-samples", "1000000000"], "num-samples"),
     (["generate", "RUN", "-p", "a", "--temperature", "1e-320"], "temperature must be 0"),
     (["next", "RUN", "-p", "a", "--temperature", "1e-320"], "temperature must be finite"),
