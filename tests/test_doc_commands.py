@@ -27,6 +27,9 @@ OTHERS = (
     r"pip install .*",
     r"python examples/\w+\.py",
 )
+OWN = (
+    "import torch\n\n\ndef run_silu(in_features):\n    return in_features * in_features.sigmoid()\n"
+)
 # A GPU's settings are refused where there is none, by name.
 NEEDS_GPU = r"train\.\S+ needs a CUDA device"
 
@@ -107,6 +110,10 @@ def test_the_commands_of_a_page_run(page, stand_ins, monkeypatch, capsys):
         told = capsys.readouterr()
         if status == 2 and re.search(NEEDS_GPU, told.err) and not torch.cuda.is_available():
             continue
+        if "--init" in words:  # one function is written, here and in the course's file
+            for name in ("my_ops.py", "tests/adapters.py"):
+                (stand_ins / name).parent.mkdir(exist_ok=True)
+                (stand_ins / name).write_text(OWN)
         # Two steps do not reach the floor; functions that are not written are not right.
         allowed = (0, 1) if words[0] in ("demo", "check") else (0,)
         assert status in allowed, f"{line}\n{told.err}"
