@@ -23,7 +23,7 @@ def test_attention_weights_are_causal_sum_to_one_and_give_the_layers_output(fami
     weights = attention_weights(model, ids)
     config = model.config
     assert weights.shape == (config.num_layers, config.num_heads, 8, 8)
-    assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-5)
+    assert torch.allclose(weights.sum(-1), torch.ones((), dtype=weights.dtype), atol=1e-5)
     assert not weights.triu(1).any()
     if config.attention.sliding_window:
         assert not weights.tril(-config.attention.sliding_window).any()
