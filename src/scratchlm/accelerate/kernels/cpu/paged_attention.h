@@ -5,12 +5,13 @@
 // The sum of P is by lanes: position j goes to lane j mod LANES, in order. O is summed position by
 // position. So nothing depends on the pages, or on the queries that are computed together.
 // Logarithms are of base 2: queries are multiplied by log₂e / √d. Of keys that no query of a block
-// sees, nothing is read.
+// sees, nothing is read. Keys and values of 8 bits (`kv_codes.h`) are widened page by page.
 
 #pragma once
 
 #include <limits>
 
+#include "kv_codes.h"
 #include "row_ops.h"
 
 namespace {
@@ -18,27 +19,43 @@ namespace {
 constexpr long QUERIES = 16;  // rows computed together: tokens, times the heads of a group
 constexpr int CHUNK = 4;      // vectors of a row's output in registers
 
+struct Kept {  // keys or values of one key head, from page 0 on
+    const uint8_t* rows;
+    const float* scales;
+};
+
 struct Pages {  // of one request, one layer and one key head
     const int32_t* table;
-    const float *keys, *values;  // of page 0
-    long page_stride, page_size, width;
+    Kept keys, values;
+    long heads, page_size, width, kind;
+    float* widened;  // room for the rows of a page
 
-    const float* at(const float* base, long position) const {
-        return base + table[position / page_size] * page_stride + position % page_size * width;
+    long row_of(long position) const {
+        return table[position / page_size] * heads * page_size + position % page_size;
+    }
+    const uint8_t* at(const Kept& kept, long position) const {
+        return kept.rows + row_of(position) * width * kv_bytes(kind);
     }
     // Call work(first position, count, address) for each stretch of [from, to) that lies in one
     // page; its successor, which lies anywhere, is fetched meanwhile.
     template <class Work>
-    void stretches(const float* base, long from, long to, Work work) const {
+    void stretches(const Kept& kept, long from, long to, Work work) const {
         while (from < to) {
             long end = std::min(to, (from / page_size + 1) * page_size);
-            if (end < to) fetch(at(base, end), std::min(to - end, page_size) * width);
-            work(from, end - from, at(base, from));
+            if (end < to)
+                fetch(at(kept, end), std::min(to - end, page_size) * width * kv_bytes(kind));
+            const float* rows = (const float*)at(kept, from);
+            if (kind != KV_FLOAT) {
+                read_codes(kind, at(kept, from), kept.scales + row_of(from), end - from, width,
+                           widened);
+                rows = widened;
+            }
+            work(from, end - from, rows);
             from = end;
         }
     }
-    static void fetch(const float* from, long count) {
-        for (long i = 0; i < std::min(count, 4096L); i += 16) __builtin_prefetch(from + i);
+    static void fetch(const uint8_t* from, long bytes) {
+        for (long i = 0; i < std::min(bytes, 4096L * 4); i += 64) __builtin_prefetch(from + i);
     }
 };
 

@@ -2,7 +2,7 @@
 //
 //     x = E[token] (+ position)
 //     x += W_O attention(RoPE(W_QKV norm(x)));  x += W₂ act(W₁ norm(x))        for every layer
-//     logits = W_head norm(x)                                 for the last token of some requests
+//     logits = W_head norm(x)                                 for the last tokens of some requests
 //
 // A token's numbers do not depend on the tokens beside it: every sum has one order (`dot_tiles.h`,
 // `row_ops.h`, `paged_attention.h`), and threads share out rows and columns, never a sum.
@@ -56,18 +56,26 @@ class Forward {
     static long padded(long width) { return width + 16; }
     long score_stride() const { return round_up(reach, LANES) + 2 * LANES; }
 
-    float *x, *x_last, *normed, *qkv, *attn_out, *hidden;  // of all threads
+    float *x, *x_last, *normed, *qkv, *attn_out, *hidden, *rounded;  // of all threads
+    bool quantized = false;
 
     struct Mine {  // of one thread
-        float *sums, *gate_sums, *queries, *outputs, *scores;
+        float *sums, *gate_sums, *queries, *outputs, *scores, *widened;
     };
     long room_of_thread() const {
         return 2 * TOKENS * MOST_COLUMNS + 2 * QUERIES * round_up(m.d_head, 16) +
-               QUERIES * score_stride();
+               QUERIES * score_stride() + m.page_size * m.d_head;
     }
 
   public:
-    Forward(const Model& m, const Step& step) : m(m), step(step) {}
+    Forward(const Model& m, const Step& step) : m(m), step(step) {
+        quantized = is_quantized(m.head);
+        for (long i = 0; i < m.num_layers; ++i) {
+            const Layer& layer = m.layers[i];
+            quantized |= is_quantized(layer.q, layer.k, layer.v, layer.out, layer.up, layer.gate,
+                                      layer.down);
+        }
+    }
 
     Result check() {
         const int64_t* id = step.tokens;
@@ -88,10 +96,12 @@ class Forward {
             long end = (long)tokens.size();
             for (long first = end - step.counts[r]; first < end; first += at_once())
                 token_blocks.push_back({first, std::min(at_once(), end - first), first});
-            if (step.chooses[r]) {
-                chosen_blocks.push_back({end - 1, 1, (long)chosen.size()});
-                chosen.push_back(end - 1);
-            }
+            long wanted = step.num_logits[r];
+            if (wanted < 0 || wanted > step.counts[r]) return WRONG_POSITION;
+            for (long first = end - wanted; first < end; first += at_once())
+                chosen_blocks.push_back({first, std::min(at_once(), end - first),
+                                         (long)chosen.size() + first - (end - wanted)});
+            for (long t = end - wanted; t < end; ++t) chosen.push_back(t);
             reach = std::max(reach, stop);
         }
         return DONE;
@@ -105,7 +115,9 @@ class Forward {
         if (work < WORTH_SHARING) threads = 1;
         long widths = m.d_model + padded(m.d_model) + qkv_width() + padded(heads_width()) +
                       padded(m.d_ff);
-        Memory shared(count * widths + some * m.d_model);
+        long widest = std::max({m.d_model, heads_width(), m.d_ff});
+        long room_of_rounded = quantized ? Rounded::numbers(count, widest) : 0;
+        Memory shared(count * widths + round_up(some * m.d_model, 16) + room_of_rounded);
         long room = round_up(room_of_thread(), 16);
         Memory own(threads * room);
         if (shared.at == nullptr || own.at == nullptr) return NO_MEMORY;
@@ -115,14 +127,16 @@ class Forward {
         attn_out = qkv + count * qkv_width();
         hidden = attn_out + count * padded(heads_width());
         x_last = hidden + count * padded(m.d_ff);
-        std::vector<Progress> progress(threads > 1 ? 8 * m.num_layers + 3 : 0);
+        rounded = x_last + round_up(some * m.d_model, 16);
+        std::vector<Progress> progress(threads > 1 ? 10 * m.num_layers + 3 : 0);
         std::atomic<long> seats{0};
         auto go = [&] {
             float* at = own.at.get() + seats++ * room;
             Mine mine{at, at + TOKENS * MOST_COLUMNS, at + 2 * TOKENS * MOST_COLUMNS, nullptr,
-                      nullptr};
+                      nullptr, nullptr};
             mine.outputs = mine.queries + QUERIES * round_up(m.d_head, 16);
             mine.scores = mine.outputs + QUERIES * round_up(m.d_head, 16);
+            mine.widened = mine.scores + QUERIES * score_stride();
             forward(Phases(progress.data(), threads == 1), mine);
         };
         if (threads > 1)
@@ -153,7 +167,7 @@ class Forward {
         for (long i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
             bool ends = i + 1 == m.num_layers;  // then only what is chosen goes on
-            norm(phases, layer.norm1, x, count);
+            norm(phases, layer.norm1, x, count, is_quantized(layer.q, layer.k, layer.v));
             project_qkv(phases, layer, mine);
             phases.run(blocks(count, FEW),
                        [&](long u) { for_rows(u, count, [&](long t) { place(layer, t); }); });
@@ -161,12 +175,14 @@ class Forward {
             attention(phases, layer, mine, ends);
             float* stream = ends ? x_last : x;
             long rows = ends ? some : count;
+            round_rows(phases, layer.out, attn_out, heads_width(), rows);
             add_product(phases, layer.out, attn_out, heads_width(), stream, rows, mine);
-            norm(phases, layer.norm2, stream, rows);
+            norm(phases, layer.norm2, stream, rows, is_quantized(layer.up, layer.gate));
             feed_forward(phases, layer, rows, mine);
+            round_rows(phases, layer.down, hidden, m.d_ff, rows);
             add_product(phases, layer.down, hidden, m.d_ff, stream, rows, mine);
         }
-        norm(phases, m.norm, x_last, some);
+        norm(phases, m.norm, x_last, some, is_quantized(m.head));
         product(phases, m.head, normed, m.d_model, m.vocab, some, mine,
                 [&](long r, long n, long columns, const float* sums) {
                     float* to = step.logits + r * m.vocab + n;
@@ -185,24 +201,37 @@ class Forward {
     }
 
     void embed(long t) const {
-        const float* from = m.embeddings + tokens[t].id * m.d_model;
         float* to = x + t * m.d_model;
-        if (m.positions == nullptr) {
-            std::memcpy(to, from, m.d_model * sizeof(float));
-            return;
-        }
+        if (m.embeddings.format == WIDE_WEIGHTS)
+            std::memcpy(to, m.embeddings.weight + tokens[t].id * m.d_model,
+                        m.d_model * sizeof(float));
+        else
+            dequantize_row(m.embeddings.format, (const uint8_t*)m.embeddings.weight, tokens[t].id,
+                           m.d_model, to);
+        if (m.positions == nullptr) return;
         const float* add = m.positions + tokens[t].position * m.d_model;
-        for (long i = 0; i < m.d_model; ++i) to[i] = from[i] + add[i];
+        for (long i = 0; i < m.d_model; ++i) to[i] += add[i];
     }
 
-    void norm(Phases& phases, const Norm& norm, const float* from, long count) const {
+    // `rounds`: whether a product follows that takes rows in 8 bits
+    void norm(Phases& phases, const Norm& norm, const float* from, long count, bool rounds) const {
         phases.run(blocks(count, FEW), [&](long u) {
             for_rows(u, count, [&](long r) {
-                apply_norm(m.norm_kind, norm, from + r * m.d_model, normed + r * padded(m.d_model),
-                           m.d_model);
+                float* to = normed + r * padded(m.d_model);
+                apply_norm(m.norm_kind, norm, from + r * m.d_model, to, m.d_model);
+                if (rounds) of_width(m.d_model).round_row(to, r);
             });
         });
     }
+    void round_rows(Phases& phases, const Linear& linear, const float* from, long depth,
+                    long count) const {
+        if (linear.format == WIDE_WEIGHTS) return;
+        phases.run(blocks(count, FEW), [&](long u) {
+            for_rows(u, count,
+                     [&](long r) { of_width(depth).round_row(from + r * padded(depth), r); });
+        });
+    }
+    Rounded of_width(long depth) const { return Rounded(rounded, (long)tokens.size(), depth); }
 
     // Norm and rotate a token's queries and keys; write its keys and values to their page.
     void place(const Layer& layer, long t) const {
@@ -219,15 +248,27 @@ class Forward {
         const float* keys = at + heads_width();
         const float* values = keys + m.num_kv_heads * width;
         for (long h = 0; h < m.num_kv_heads; ++h) {
-            long to = ((page * m.num_kv_heads + h) * m.page_size + position % m.page_size) * width;
-            std::memcpy(layer.keys + to, keys + h * width, width * sizeof(float));
-            std::memcpy(layer.values + to, values + h * width, width * sizeof(float));
+            long row = (page * m.num_kv_heads + h) * m.page_size + position % m.page_size;
+            keep(keys + h * width, row, layer.keys, layer.key_scales);
+            keep(values + h * width, row, layer.values, layer.value_scales);
         }
+    }
+    void keep(const float* from, long row, uint8_t* rows, float* scales) const {
+        uint8_t* to = rows + row * m.d_head * kv_bytes(m.kv_kind);
+        if (m.kv_kind == KV_FLOAT)
+            std::memcpy(to, from, m.d_head * sizeof(float));
+        else
+            scales[row] = write_codes(m.kv_kind, from, m.d_head, to);
     }
 
     // Products
 
-    static long columns_at_once(long depth) {
+    template <class... Linears>
+    static bool is_quantized(const Linears&... linears) {
+        return ((linears.format != WIDE_WEIGHTS) || ...);
+    }
+    long columns_at_once(long depth) const {
+        if (quantized) return MOST_COLUMNS;  // whole panels
         return std::clamp<long>(WEIGHTS / depth / ACROSS * ACROSS, ACROSS, MOST_COLUMNS);
     }
     static const float* bias_at(const Linear& linear, long n) {
@@ -254,13 +295,24 @@ class Forward {
         });
     }
 
+    // to[r, c] for rows from `first` on and columns from n on: sums, without the bias.
+    void multiply(const Linear& linear, const float* from, long depth, long first, long rows,
+                  long n, long columns, float* to, long stride) const {
+        if (linear.format == WIDE_WEIGHTS)
+            return dots(from + first * padded(depth), padded(depth), rows,
+                        linear.weight + n * depth, depth, columns, depth, to, stride);
+        const uint8_t* panels = (const uint8_t*)linear.weight;
+        multiply_panels(linear.format,
+                        panels + n / PANEL_ROWS * panel_bytes(linear.format, depth),
+                        of_width(depth), first, rows, blocks(columns, PANEL_ROWS), to, stride);
+    }
+
     template <class Done>
     void unit(const Linear& linear, const float* from, long depth, long width, long rows, long n,
               long block, long across, const Mine& mine, Done done) const {
         long first = block * TOKENS, count = std::min(TOKENS, rows - first);
         long columns = std::min(across, width - n);
-        dots(from + first * padded(depth), padded(depth), count, linear.weight + n * depth, depth,
-             columns, depth, mine.sums, across);
+        multiply(linear, from, depth, first, count, n, columns, mine.sums, across);
         for (long r = 0; r < count; ++r) done(first + r, n, columns, mine.sums + r * across);
     }
 
@@ -305,9 +357,8 @@ class Forward {
                 [&](long r, long n, long columns, const float* sums) {
                     float* to = hidden + r * padded(m.d_ff) + n;
                     if (gated && r % TOKENS == 0)  // the block's first row
-                        dots(normed + r * padded(depth), padded(depth), std::min(TOKENS, rows - r),
-                             layer.gate.weight + n * depth, depth, columns, depth, mine.gate_sums,
-                             across);
+                        multiply(layer.gate, normed, depth, r, std::min(TOKENS, rows - r), n,
+                                 columns, mine.gate_sums, across);
                     const float* gates = mine.gate_sums + r % TOKENS * across;
                     const float* bias = bias_at(layer.gate, n);
                     each(sums, bias_at(layer.up, n), columns, [&](long c, Vec y, long left) {
@@ -333,13 +384,13 @@ class Forward {
                          mine);
             if (ends && u % units == 0)
                 std::memcpy(x_last + block.to * m.d_model, x + block.first * m.d_model,
-                            m.d_model * sizeof(float));
+                            block.count * m.d_model * sizeof(float));
         });
     }
 
     void attend_block(const Layer& layer, const Block& block, long kv, long head, long heads,
                       const Mine& mine) const {
-        long width = m.d_head, page = m.page_size * width, rows = block.count * heads;
+        long width = m.d_head, rows = block.count * heads;
         float by = LOG2_E / std::sqrt((float)width);
         Seen sees[QUERIES];
         for (long r = 0; r < rows; ++r) {
@@ -348,12 +399,15 @@ class Forward {
             const float* q = qkv + t * qkv_width() + (head + r % heads) * width;
             for (long d = 0; d < width; ++d) mine.queries[r * width + d] = q[d] * by;
         }
+        long before = kv * m.page_size, bytes = before * width * kv_bytes(m.kv_kind);
         Pages pages{table(tokens[block.first].slot),
-                    layer.keys + kv * page,
-                    layer.values + kv * page,
-                    m.num_kv_heads * page,
+                    {layer.keys + bytes, layer.key_scales + before},
+                    {layer.values + bytes, layer.value_scales + before},
+                    m.num_kv_heads,
                     m.page_size,
-                    width};
+                    width,
+                    m.kv_kind,
+                    mine.widened};
         attend(pages, mine.queries, sees, rows, mine.scores, score_stride(), mine.outputs);
         for (long r = 0; r < rows; ++r) {
             float* to = attn_out + (block.to + r / heads) * padded(heads_width());
@@ -369,6 +423,40 @@ extern "C" int run_step(const Model* model, const Step* step, int threads) try {
     Forward forward(*model, *step);
     Result wrong = forward.check();
     return wrong != DONE ? wrong : forward.run(threads);
+} catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+}
+
+// y = Ŵ x̂ for rows of x: one product by itself.
+extern "C" int run_product(const float* x, int64_t rows, int64_t depth, const uint8_t* weight,
+                           int64_t format, int64_t width, float* y, int threads) try {
+    Memory room(Rounded::numbers(rows, depth) + threads * TOKENS * MOST_COLUMNS);
+    if (room.at == nullptr) return NO_MEMORY;
+    Rounded rounded(room.at.get() + threads * TOKENS * MOST_COLUMNS, rows, depth);
+    std::vector<Progress> progress(threads > 1 ? 2 : 0);
+    std::atomic<long> seats{0};
+    long across = (width + MOST_COLUMNS - 1) / MOST_COLUMNS, down = (rows + TOKENS - 1) / TOKENS;
+    auto go = [&] {
+        float* sums = room.at.get() + seats++ * TOKENS * MOST_COLUMNS;
+        Phases phases(progress.data(), threads == 1);
+        phases.run(rows, [&](long r) { rounded.round_row(x + r * depth, r); });
+        phases.run(across * down, [&](long u) {
+            long n = u / down * MOST_COLUMNS, first = u % down * TOKENS;
+            long columns = std::min<long>(MOST_COLUMNS, width - n);
+            long count = std::min<long>(TOKENS, rows - first);
+            multiply_panels(format, weight + n / PANEL_ROWS * panel_bytes(format, depth), rounded,
+                            first, count, (columns + PANEL_ROWS - 1) / PANEL_ROWS, sums,
+                            MOST_COLUMNS);
+            for (long r = 0; r < count; ++r)
+                std::memcpy(y + (first + r) * width + n, sums + r * MOST_COLUMNS,
+                            columns * sizeof(float));
+        });
+    };
+    if (threads > 1)
+        on_threads(go, threads);
+    else
+        go();
+    return DONE;
 } catch (const std::bad_alloc&) {
     return NO_MEMORY;
 }

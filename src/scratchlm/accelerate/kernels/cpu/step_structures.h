@@ -2,12 +2,13 @@
 
 #pragma once
 
-#include "row_ops.h"
+#include "quantized_dots.h"
 
 namespace {
 
 struct Linear {
     const float *weight, *bias;  // (out, in); bias may be missing
+    int64_t format;              // of the weight: panels of bytes, unless it is wide
 };
 
 struct Layer {
@@ -17,15 +18,17 @@ struct Layer {
     Linear out;
     Norm norm2;
     Linear up, gate, down;  // without a gate: an MLP
-    float *keys, *values;   // (pages, kv_heads, page_size, d_head)
+    uint8_t *keys, *values;             // (pages, kv_heads, page_size, d_head), of `kv_kind`
+    float *key_scales, *value_scales;   // (pages, kv_heads, page_size), of codes
     int64_t window;         // 0: all of the past
 };
 
 struct Model {
     int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
     int64_t norm_kind, activation, rope;
-    int64_t num_pages, page_size;
-    const float *embeddings, *positions, *cos, *sin;
+    int64_t num_pages, page_size, kv_kind;
+    Linear embeddings;
+    const float *positions, *cos, *sin;
     const Layer* layers;
     Norm norm;
     Linear head;
@@ -34,7 +37,7 @@ struct Model {
 struct Step {
     int64_t rows, num_slots, max_pages, table_stride;
     const int64_t *tokens, *counts, *starts, *slots;
-    const int8_t* chooses;
+    const int64_t* num_logits;  // of each row: after how many of its newest tokens
     const int32_t* tables;
     const int64_t* last;
     float* logits;

@@ -1,0 +1,321 @@
+"""Quantised weights beside llama.cpp: speed on a CPU, quality of a trained model, a GPU's products.
+
+    python bench/quantized.py speed [--shape "124 M"] [--threads 1 2] [--rounds 3]
+    python bench/quantized.py quality --model RUN --text FILE
+    python bench/quantized.py gpu [--shape "7 B"]
+
+speed: both read the same GGUF file, each in a process of its own, by turns; the best of the rounds
+counts. Ours is `load_model` and `stream`, greedy; llama.cpp (through cyllama) is fed one token
+after the other, without choosing any. quality: the same rule and the same engine, with the bytes
+our quantiser gives and with those of llama.cpp's (`ggml_quantize_chunk`, out of the xllamacpp
+wheel). gpu: all products of a step of one row, recorded in a CUDA graph, and `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from results import machine, table, versions, write_section
+from scratchlm import ModelConfig, TransformerLM, acceleration, generate, load_model, preset, stream
+from scratchlm.config import Rotary
+from scratchlm.inference import Sampling
+from scratchlm.quantization import convert
+from scratchlm.quantization.convert import held_bytes, quantize_model
+from scratchlm.quantization.rule import bytes_per_row
+
+PROMPT, NEW, CONTEXT = 512, 64, 1024
+HALF = Rotary(layout="half")
+SHAPES = {
+    "1 M": ModelConfig(512, CONTEXT, 256, 2, 4, positions=HALF),
+    "124 M": ModelConfig(50_304, CONTEXT, 768, 12, 12, d_ff=2048, positions=HALF,
+                         tie_embeddings=True),
+    "0.6 B": preset("qwen3-0.6b").replace(context_length=CONTEXT),
+}  # fmt: skip
+GPU_SHAPES = {
+    "GPT-2 XL": preset("gpt2-xl"),
+    "7 B": ModelConfig(32_000, 4096, 4096, 32, 32, d_ff=11_008, positions=HALF),
+}
+FORMATS = ("float32", "q8_0", "q4_0", "q4_k", "q4_k_m")
+GREEDY = Sampling(temperature=0.0)
+GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q6_k": 14}
+
+
+# Speed on a CPU
+
+
+def write_model(path: Path, config: ModelConfig, format: str) -> Path:
+    """Write a random model as a GGUF file."""
+    from scratchlm.interop.gguf_writing import write_gguf
+
+    torch.manual_seed(0)
+    state = TransformerLM(config).state_dict()
+    return write_gguf(path, config, state, quantize=None if format == "float32" else format)
+
+
+def measure_ours(path: str, threads: int) -> dict[str, float]:
+    """Return tokens a second, of a prompt and of decoding."""
+    torch.set_num_threads(threads)
+    model = load_model(path).model
+    prompt = [7] * PROMPT
+    options = {"sampling": GREEDY, "eos_ids": []}
+    generate(model, [prompt[:8]], max_new_tokens=2, **options)
+    begin = time.perf_counter()
+    generate(model, [prompt], max_new_tokens=1, **options)
+    read = time.perf_counter()
+    times = [time.perf_counter() for _ in stream(model, [[7]], max_new_tokens=NEW, **options)]
+    return {
+        "prompt": PROMPT / (read - begin),
+        "decode": (NEW - 1) / (times[-1] - times[0]),
+        "MB": held_bytes(model) / 1e6,
+    }
+
+
+def measure_theirs(path: str, threads: int) -> dict[str, float]:
+    """Return the same of llama.cpp."""
+    import cyllama.llama.llama_cpp as llama
+
+    llama.disable_logging()
+    llama.ggml_backend_load_all()
+    model = llama.LlamaModel(path)
+    params = llama.LlamaContextParams()
+    params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, PROMPT, PROMPT
+    params.n_threads = params.n_threads_batch = threads
+    context = llama.LlamaContext(model, params)
+
+    def read(count: int, at: int) -> None:
+        batch = llama.LlamaBatch(n_tokens=count, embd=0, n_seq_max=1)
+        for n in range(count):
+            batch.add(7, at + n, [0], n == count - 1)
+        context.decode(batch)
+        context.synchronize()
+
+    read(8, 0)
+    context.kv_cache_clear()
+    begin = time.perf_counter()
+    read(PROMPT, 0)
+    middle = time.perf_counter()
+    context.kv_cache_clear()
+    read(1, 0)
+    start = time.perf_counter()
+    for n in range(1, NEW):
+        read(1, n)
+    end = time.perf_counter()
+    return {"prompt": PROMPT / (middle - begin), "decode": (NEW - 1) / (end - start)}
+
+
+def in_a_process(who: str, path: Path, threads: int) -> dict[str, float]:
+    """Measure in a process of its own: the other's threads are gone."""
+    command = [sys.executable, __file__, "child", who, str(path), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def speed(shapes: list[str], formats: list[str], threads: list[int], rounds: int) -> str:
+    """Measure both, by turns."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in shapes:
+            for format in formats:
+                path = write_model(Path(folder) / "model.gguf", SHAPES[shape], format)
+                for count in threads:
+                    ours, theirs = [], []
+                    for _ in range(rounds):
+                        ours.append(in_a_process("ours", path, count))
+                        theirs.append(in_a_process("theirs", path, count))
+                    rows.append(_speed_row(shape, format, count, ours, theirs))
+                    print(*rows[-1], sep=" | ", flush=True)
+                path.unlink()
+    header = ["shape", "format", "MB", "threads"]
+    header += [f"{what}, {who}" for what in ("decode", "prompt") for who in ("ours", "llama.cpp")]
+    return table([*header, "decode ×", "prompt ×"], rows)
+
+
+def _speed_row(shape, format, threads, ours, theirs):  # type: ignore[no-untyped-def]
+    best = {
+        (what, i): max(found[what] for found in runs)
+        for i, runs in enumerate((ours, theirs))
+        for what in ("decode", "prompt")
+    }
+    rates = [f"{best[what, i]:,.1f}" for what in ("decode", "prompt") for i in (0, 1)]
+    ratios = [f"{best[what, 0] / best[what, 1]:.2f}" for what in ("decode", "prompt")]
+    return [shape, format, f"{ours[0]['MB']:,.0f}", threads, *rates, *ratios]
+
+
+# Quality
+
+
+def llama_cpp_quantize(weight: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the bytes that llama.cpp's own quantiser gives."""
+    spec = find_spec("xllamacpp")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0])
+    chunk = ctypes.CDLL(str(next(folder.glob("xllamacpp*.so")))).ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    rows, width = weight.shape
+    source = weight.float().contiguous()
+    out = torch.empty(rows, bytes_per_row(format, width), dtype=torch.uint8)
+    sizes = [ctypes.c_int64(n) for n in (0, rows, width)]
+    addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, out)]
+    assert chunk(GGML_TYPES[format], *addresses, *sizes, None) == out.numel()
+    return out
+
+
+@torch.no_grad()
+def log_probabilities(model: TransformerLM, rows: torch.Tensor) -> torch.Tensor:
+    """Return those of every next token."""
+    return torch.cat([model(part).log_softmax(-1) for part in rows.split(8)])
+
+
+def quality(path: str, text: str, length: int = 128, most: int = 128) -> str:
+    """Compare each format with the wide model, ours and llama.cpp's bytes."""
+    loaded = load_model(path, dtype=torch.float32, accelerate=False)
+    ids = loaded.need_tokenizer().encode(Path(text).read_text(encoding="utf-8"))
+    ids = ids[-most * length :]
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    wide = log_probabilities(loaded.model, rows)
+    lines = [["wide", "", "32.00", "0", "100.00 %", f"{_perplexity(wide, rows):.3f}"]]
+    own = convert.quantize
+    for to in ("q8_0", "q6_k", "q4_k", "q4_k_m", "q4_0", "nf4", "int8", "fp8"):
+        for who, quantiser in (("ours", own), ("llama.cpp", llama_cpp_quantize)):
+            if who == "llama.cpp" and not to.startswith("q"):
+                continue
+            convert.quantize = quantiser  # type: ignore[assignment]
+            model = copy.deepcopy(loaded.model)
+            quantize_model(model, to)
+            found = log_probabilities(model, rows)
+            bits = 8 * held_bytes(model) / sum(p.numel() for p in loaded.model.parameters())
+            divergence = (wide.exp() * (wide - found)).sum(-1).mean()
+            agree = (found.argmax(-1) == wide.argmax(-1)).float().mean()
+            lines.append([to, who, f"{bits:.2f}", f"{divergence:.3e}", f"{agree:.2%}",
+                          f"{_perplexity(found, rows):.3f}"])  # fmt: skip
+            print(*lines[-1], sep=" | ", flush=True)
+    convert.quantize = own
+    return table(["format", "bytes by", "bits", "KL", "same top-1", "perplexity"], lines)
+
+
+def _perplexity(log_probs: torch.Tensor, rows: torch.Tensor) -> float:
+    chosen = log_probs[:, :-1].gather(-1, rows[:, 1:, None])
+    return math.exp(-chosen.mean())
+
+
+# A GPU
+
+
+@torch.no_grad()
+def gpu(shapes: list[str]) -> str:
+    """Measure the products of one row, and generation."""
+    lines = []
+    for shape in shapes:
+        config, base = GPU_SHAPES[shape], 0.0
+        for to in ("bf16", "int8", "q8_0", "q4_0", "q4_k"):
+            model = TransformerLM(config, device="cuda", dtype=torch.bfloat16).eval()
+            model.requires_grad_(False)
+            if to != "bf16":
+                quantize_model(model, to)
+                acceleration.lay_out(model, torch.device("cuda"))
+            acceleration.accelerate(model)
+            seconds, size = time_products(model)
+            base = base or seconds
+            rate = time_generate(model)
+            lines.append([shape, to, f"{size / 1e9:.2f}", f"{seconds * 1e3:.3f}",
+                          f"{size / seconds / 1e9:,.0f}", f"{base / seconds:.2f}",
+                          f"{rate:,.1f}"])  # fmt: skip
+            print(*lines[-1], sep=" | ", flush=True)
+            del model
+            torch.cuda.empty_cache()
+    header = ["shape", "weights", "GB read", "ms", "GB/s", "× bf16", "generate, tokens/s"]
+    return table(header, lines)
+
+
+def time_products(model: TransformerLM, repeats: int = 20) -> tuple[float, int]:
+    """Return the seconds of all products of a step of one row, recorded, and the bytes read."""
+    linears = [m for m in model.modules() if hasattr(m, "bias") and hasattr(m, "weight")]
+    linears = [m for m in linears if m.weight.ndim == 2] + [model.lm_head]
+    linears = list(dict.fromkeys(linears))
+    inputs = {m.weight.shape[1]: None for m in linears}
+    rows = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in inputs}
+    size = 0
+    for m in linears:
+        table_of = m.tied_to[0] if hasattr(m, "tied_to") else m
+        size += table_of.stored.nbytes if hasattr(table_of, "stored") else m.weight.nbytes
+
+    def step() -> None:
+        for m in linears:
+            m(rows[m.weight.shape[1]])
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = math.inf
+    for _ in range(5):
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / repeats / 1e3)
+    return best, size
+
+
+def time_generate(model: TransformerLM, new: int = 128) -> float:
+    """Return tokens a second of one request, by the public door."""
+    options = {"sampling": GREEDY, "eos_ids": []}
+    generate(model, [[7] * 8], max_new_tokens=8, **options)
+    times = [time.perf_counter() for _ in stream(model, [[7] * 8], max_new_tokens=new, **options)]
+    return (new - 1) / (times[-1] - times[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    modes = parser.add_subparsers(dest="mode", required=True)
+    one = modes.add_parser("speed")
+    one.add_argument("--shape", nargs="+", default=["124 M", "0.6 B"], choices=SHAPES)
+    one.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS)
+    one.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    one.add_argument("--rounds", type=int, default=3)
+    two = modes.add_parser("quality")
+    two.add_argument("--model", required=True)
+    two.add_argument("--text", required=True)
+    three = modes.add_parser("gpu")
+    three.add_argument("--shape", nargs="+", default=list(GPU_SHAPES), choices=GPU_SHAPES)
+    child = modes.add_parser("child")
+    child.add_argument("who", choices=("ours", "theirs"))
+    child.add_argument("path")
+    child.add_argument("threads", type=int)
+    args = parser.parse_args()
+    command = "python bench/quantized.py " + " ".join(sys.argv[1:])
+    where, with_ = machine(), versions("torch", "cyllama", "xllamacpp")
+    if args.mode == "child":
+        measure = measure_ours if args.who == "ours" else measure_theirs
+        print(json.dumps(measure(args.path, args.threads)))
+    elif args.mode == "speed":
+        body = speed(args.shape, args.format, args.threads, args.rounds)
+        write_section("Quantised weights on a CPU", command, where, with_, body)
+    elif args.mode == "quality":
+        body = quality(args.model, args.text)
+        write_section("Quality of quantised weights", command, where, with_, body)
+    else:
+        body = gpu(args.shape)
+        name = torch.cuda.get_device_name()
+        write_section("Quantised weights on a GPU", command, name, with_, body)
+
+
+if __name__ == "__main__":
+    main()
