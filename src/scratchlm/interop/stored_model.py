@@ -1,0 +1,111 @@
+"""Tensors of a file under our names, read when they are asked for, each into its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scratchlm.config import ModelConfig
+from scratchlm.errors import ScratchLMError
+from scratchlm.interop.matching import Plan
+from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
+from scratchlm.interop.streaming import is_finite, read_link
+from scratchlm.untrusted import listed, shown
+
+_READERS = 4  # threads that read at once; each has a few megabytes in flight
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model whose every tensor is accounted for; its weights are read lazily."""
+
+    path: Path
+    model_type: str
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    plan: Plan
+    stored: Mapping[str, Stored]
+
+    def check(self) -> None:
+        """Check what can be known only from the weights, before any is read."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors this checkpoint gives, under our names."""
+        return dict(self.plan.shapes)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor of ours is stored in; the widest, where several make it up."""
+        links = self.plan.links[name] or self.plan.links["token_embeddings.weight"]
+        found = {WEIGHT_DTYPES.get(self.stored[link.theirs].dtype, torch.float32) for link in links}
+        return max(found, key=lambda dtype: dtype.itemsize)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (our name, tensor), in the dtype each is stored in."""
+        return self.tensors()
+
+    def tensors(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        allow_nonfinite: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (our name, tensor); only the tensor at hand is read, in `dtype` if given."""
+        self.check()
+        for name, shape in self.plan.shapes.items():
+            out = torch.empty(shape, dtype=dtype or self.stored_dtype(name), device=device)
+            self.fill(name, out, allow_nonfinite)
+            yield name, out
+
+    def load_into(self, state: Mapping[str, Tensor], *, allow_nonfinite: bool = False) -> None:
+        """Fill tensors that exist already (a model's state dict), in their dtype and place."""
+        missing, unexpected = self.plan.shapes.keys() - state, state.keys() - self.plan.shapes
+        if missing or unexpected:
+            raise ValueError(
+                f"the model's tensors must be those of {self.path}; "
+                f"missing {listed(sorted(missing))}; unexpected {listed(sorted(unexpected))}"
+            )
+        for name, shape in self.plan.shapes.items():
+            if state[name].shape != shape or state[name].is_meta:
+                raise ValueError(
+                    f"{name} must be {list(shape)} and have memory; "
+                    f"got {list(state[name].shape)} on {state[name].device}"
+                )
+        self.check()
+
+        def fill(name: str) -> None:
+            with torch.no_grad():
+                self.fill(name, state[name].detach(), allow_nonfinite)
+
+        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
+            try:
+                for _ in readers.map(fill, self.plan.shapes):
+                    pass
+            except BaseException:
+                readers.shutdown(cancel_futures=True)
+                raise
+
+    def fill(self, name: str, out: Tensor, allow_nonfinite: bool = False) -> None:
+        """Read one tensor into memory that exists already."""
+        if not out.is_contiguous():  # bytes are read into contiguous memory
+            whole = torch.empty(out.shape, dtype=out.dtype)
+            self.fill(name, whole, allow_nonfinite)
+            out.copy_(whole)
+            return
+        links = self.plan.links[name]
+        if not links:
+            out.fill_(1)
+        for link in links:
+            target = out if link.at is None else out[link.at]
+            for piece in read_link(self.stored[link.theirs], link, target):
+                if not allow_nonfinite and not is_finite(piece):
+                    raise ScratchLMError(
+                        f"{self.path}: {shown(link.theirs)} holds NaN or infinite values"
+                    )
