@@ -177,6 +177,12 @@ class Tokenizer:
 
         return write_tokenizer_json(directory, to_json(self))
 
+    def to_bytes(self) -> bytes:
+        """Return what a `tokenizer.json` of this tokenizer holds."""
+        from scratchlm.tokenizer.hf_json_writing import to_json
+
+        return (json.dumps(to_json(self), ensure_ascii=False) + "\n").encode()
+
     def __reduce__(self) -> tuple[object, ...]:
         # Pickle without the cache and its lock.
         options = {

@@ -31,6 +31,7 @@ class Evaluation:
     loss: float
     targets: int
     num_bytes: int | None = None
+    batches: tuple[tuple[float, int, int], ...] = ()  # loss, targets and bytes of each
 
     @property
     def perplexity(self) -> float:
@@ -86,7 +87,7 @@ def evaluate(
     device = next(model.parameters()).device
     means: list[Tensor] = []
     counts: list[int] = []
-    num_bytes = 0
+    sizes: list[int] = []
     autocast = contextlib.nullcontext() if autocast is None else autocast
     chosen: Iterable[Batch] = islice(batches, max_batches or None)
     if device.type == "cuda":
@@ -98,9 +99,8 @@ def evaluate(
         count = batch.num_targets()
         if not count:
             continue
-        if bytes_per_id is not None:
-            valid_targets = batch.targets[batch.targets != IGNORE_INDEX]
-            num_bytes += int(bytes_per_id[valid_targets].sum())
+        valid_targets = batch.targets[batch.targets != IGNORE_INDEX]
+        sizes.append(0 if bytes_per_id is None else int(bytes_per_id[valid_targets].sum()))
         on_device = batch.to(device, non_blocking=True)
         with autocast:
             hidden = model.hidden(on_device.inputs, document_ids=on_device.document_ids)
@@ -111,4 +111,5 @@ def evaluate(
         raise ValueError("there is nothing to evaluate on: no targets")
     per_batch = torch.stack(means).tolist()  # the only synchronisation with the device
     total = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
-    return Evaluation(total / sum(counts), sum(counts), num_bytes or None)
+    batches_found = tuple(zip(per_batch, counts, sizes, strict=True))
+    return Evaluation(total / sum(counts), sum(counts), sum(sizes) or None, batches_found)

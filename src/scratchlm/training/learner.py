@@ -6,7 +6,8 @@ dict keeps its names. The training state, beside the weights, is
     KEY.PARAMETER    the optimizer's tensors, such as exp_avg.layers.0.ln1.weight
     raw.PARAMETER    where an average is kept: the weights it is the average of
 
-With an average, `model.safetensors` holds the average: it is the model one wants to use.
+With an average, `model.safetensors` holds the average: it is the model one wants to use. Where part
+of a model does not learn (an adapter on its base), it holds the part that does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import (
 from scratchlm import acceleration
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
+from scratchlm.data.permutation import derive_key
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
@@ -37,6 +39,8 @@ from scratchlm.training.optimizers import ScalesGradients, WritesShadowWeights, 
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.shares import Shares
+
+DROPOUT = 6  # the purpose a key is derived for
 
 
 class Learner:
@@ -72,6 +76,11 @@ class Learner:
             fast=settings.fast_optimizer,
         )
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        adapted = [getattr(module, "adapters", {}) for module in model.modules()]
+        self.is_partial = any(adapted)  # a checkpoint holds the adapters, not their base
+        self.draws = any(config.dropout for each in adapted for config in each.values())
+        if self.draws and settings.shares > 1:
+            raise ScratchLMError("train.shares does not go with dropout: threads draw in any order")
         self.average: dict[str, Tensor] | None = None
         if settings.ema:
             self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -169,6 +178,23 @@ class Learner:
                 p.grad = reduce(torch.add, found)
         return torch.stack(losses).sum()
 
+    def begin_step(self, step: int) -> None:
+        """Make what a step draws a function of seed and step."""
+        if self.draws:
+            torch.manual_seed(derive_key(self.settings.seed, step, DROPOUT) >> 1)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model be as it is used: without dropout."""
+        if not self.draws:
+            yield
+            return
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
     def set_lr(self, lr: float) -> None:
         """Give every optimizer the step's learning rate."""
         for optimizer in self.optimizers:
@@ -205,7 +231,8 @@ class Learner:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return the weights to use, under the names of the state dict."""
-        return {**self.model.state_dict(), **(self.average or {})}
+        learnt = {name: p.detach() for name, p in self.parameters.items()}
+        return {**(learnt if self.is_partial else self.model.state_dict()), **(self.average or {})}
 
     def training_state(self) -> dict[str, Tensor]:
         """Return what else the next step depends on."""
@@ -225,7 +252,9 @@ class Learner:
             key, _, name = full_name.partition(".")
             by_name.setdefault(name, {})[key] = tensor
         try:
-            self.model.load_state_dict(model)
+            if self.is_partial and model.keys() != self.parameters.keys():
+                raise KeyError("the tensors are not those of the part that learns")
+            self.model.load_state_dict(model, strict=not self.is_partial)
             if self.average is not None:
                 self.average = {name: model[name].to(self.device) for name in self.average}
                 self._put({name: by_name[name].pop("raw") for name in self.parameters})

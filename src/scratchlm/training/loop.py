@@ -19,8 +19,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from scratchlm.data import Batch, Batches, ValidationBatches
+from scratchlm.data.examples import ExampleBatches, ExampleValidation
 from scratchlm.model import TransformerLM
-from scratchlm.training.evaluation import evaluate
+from scratchlm.training.evaluation import Evaluation, evaluate
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import finite
 from scratchlm.training.run import Run
@@ -38,6 +39,9 @@ class Watcher:
     def evaluated(self, record: dict[str, Any]) -> None:
         """Called after each evaluation with its log line."""
 
+    def tasks_run(self, record: dict[str, Any]) -> None:
+        """Called with the figures of the run's tasks."""
+
     def sampled(self, record: dict[str, Any]) -> None:
         """Called with the texts the model generated."""
 
@@ -49,12 +53,15 @@ class Watcher:
 class Data:
     """Training and validation batches of a run."""
 
-    train: Batches
-    validation: ValidationBatches | None = None
+    train: Batches | ExampleBatches
+    validation: ValidationBatches | ExampleValidation | None = None
     bytes_per_id: Tensor | None = None  # for bits per byte
+    measure: Callable[..., Evaluation | None] = evaluate  # what the held-out loss is
 
 
 Sampler = Callable[[TransformerLM, int], list[str]]
+# task → figure → value, low, high
+RunTasks = Callable[[TransformerLM], dict[str, dict[str, dict[str, float | None]]]]
 
 
 def train(
@@ -65,6 +72,7 @@ def train(
     throughput: Throughput,
     watchers: tuple[Watcher, ...] = (),
     sample: Sampler | None = None,
+    run_tasks: RunTasks | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
     """Train from the current step; return why it stopped: finished, early stop, interrupted."""
@@ -73,7 +81,9 @@ def train(
     prefetched = cast(Generator[Batch], data.train.iterate(progress.step, settings.steps))
     with contextlib.closing(prefetched) as batches:
         while True:
-            improved = _evaluate_if_due(learner, data, run, watchers, sample, should_stop)
+            improved = _evaluate_if_due(
+                learner, data, run, watchers, sample, run_tasks, should_stop
+            )
             reason = _stop_reason(learner, run, should_stop)
             if progress.step and (reason or _save_is_due(learner, run, improved)):
                 for path in run.save(learner):
@@ -127,6 +137,7 @@ def _evaluate_if_due(
     run: Run,
     watchers: tuple[Watcher, ...],
     sample: Sampler | None,
+    run_tasks: RunTasks | None,
     should_stop: Callable[[], bool],
 ) -> bool:
     """Evaluate if due at this step and not done yet; return whether the loss is the best so far."""
@@ -135,9 +146,9 @@ def _evaluate_if_due(
     if not every or (progress.step % every and not last) or progress.evaluated == progress.step:
         return False
     best = False
-    with learner.best_weights() as model, learner.without_compile():
+    with learner.best_weights() as model, learner.without_compile(), learner.evaluating():
         if data.validation is not None:
-            result = evaluate(
+            result = data.measure(
                 model,
                 data.validation,
                 max_batches=settings.eval_batches,
@@ -163,6 +174,11 @@ def _evaluate_if_due(
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.evaluated(record)
+        if run_tasks is not None:
+            record = {"step": progress.step, "tasks": run_tasks(model)}
+            run.metrics.write(record)
+            for watcher in watchers:
+                watcher.tasks_run(record)
         if sample is not None:
             record = {"step": progress.step, "samples": sample(model, progress.step)}
             run.metrics.write(record)

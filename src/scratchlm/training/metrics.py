@@ -2,6 +2,7 @@
 
     {"step": 7, "loss": 3.2, "lr": 0.001, "grad_norm": 0.8, "tokens": 7168, "clock": {…}}
     {"step": 7, "val_loss": 3.3, "val_perplexity": 27.1, "bits_per_byte": 2.1, "best": true, …}
+    {"step": 7, "tasks": {"capitals": {"accuracy": {"value": 0.8, "low": 0.6, "high": 0.9}}}}
     {"step": 7, "samples": ["Once upon …"]}
 
 Everything but `clock` is a function of the config, the data and the machine: it is the same to
@@ -135,10 +136,25 @@ def _record(text: bytes) -> tuple[dict[str, Any], str | None]:
             return record, f"a step's clock must have {', '.join(_CLOCK)}"
     if record.get("val_loss") is not None and not _is_number(record["val_loss"]):
         return record, "val_loss must be a number"
+    if not _are_tasks(record.get("tasks", {})):
+        return record, "tasks must be tables of figures"
     samples = record.get("samples", [])
     if not isinstance(samples, list) or not all(isinstance(text, str) for text in samples):
         return record, "samples must be texts"
     return record, None
+
+
+def _are_tasks(tasks: object) -> bool:
+    return isinstance(tasks, dict) and all(
+        isinstance(figures, dict)
+        and all(
+            isinstance(figure, dict)
+            and {"value", "low", "high"} <= figure.keys()
+            and all(end is None or _is_number(end) for end in figure.values())
+            for figure in figures.values()
+        )
+        for figures in tasks.values()
+    )
 
 
 _CLOCK = ("seconds", "tokens_per_second", "memory_bytes")

@@ -6,6 +6,7 @@
 [changed] settings of [train] that a later session was asked to change; others may not differ
           from those of the checkpoint a run goes on from
 [start]   from: the model whose weights the run began with, if any
+[tuning]  what makes it a run of fine-tuning, if it is one
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.settings import TrainConfig
+from scratchlm.training.tuning import Tuning
 from scratchlm.untrusted import read_toml
 
 NAME = "config.toml"
@@ -67,6 +69,7 @@ class Plan:
     data: DataFiles
     changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for later
     start: Path | None = None  # the model whose weights the run began with
+    tuning: Tuning | None = None  # of a run of fine-tuning
 
 
 def write_plan(run: Path, plan: Plan) -> None:
@@ -78,6 +81,7 @@ def write_plan(run: Path, plan: Plan) -> None:
             "data": plan.data.to_dict(run),
             **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
             **({} if plan.start is None else {"start": {"from": str(plan.start.absolute())}}),
+            **({} if plan.tuning is None else {"tuning": plan.tuning.to_dict()}),
         }
     )
     write_atomically(run / NAME, text.lstrip("\n").encode())
@@ -95,6 +99,7 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
             DataFiles.from_dict(tables["data"], Path(run)),
             frozenset(tables.get("changed", {}).items()),
             None if start is None else Path(start),
+            Tuning.from_dict(tables["tuning"]) if "tuning" in tables else None,
         )
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None

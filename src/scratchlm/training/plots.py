@@ -60,6 +60,62 @@ class Curves:
         return out
 
 
+def task_curves(
+    records: Sequence[Mapping[str, Any]],
+) -> dict[str, tuple[str, list[tuple[int, Mapping[str, Any]]]]]:
+    """Extract the main figure of every task: its name, and its values by step."""
+    curves: dict[str, tuple[str, list[tuple[int, Mapping[str, Any]]]]] = {}
+    for record in records:
+        for task, figures in record.get("tasks", {}).items():
+            name = "bits_per_byte" if "bits_per_byte" in figures else next(iter(figures), "")
+            if name and figures[name]["value"] is not None:
+                curves.setdefault(task, (name, []))[1].append((record["step"], figures[name]))
+    return curves
+
+
+def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, narrow: bool = False) -> bytes:
+    """Draw the tasks of runs as they went on, a panel each, with 95 % intervals."""
+    from matplotlib.figure import Figure
+
+    columns = 1 if narrow else 3
+    rows = -(-len(all_tasks(runs)) // columns)
+    size = (4.2, 2.8 * rows) if narrow else (9.5, 2.8 * rows)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    _add_tasks(figure, figure.add_gridspec(rows, columns), 0, columns, runs)
+    return _png(figure)
+
+
+def all_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Name the tasks of any of the runs."""
+    return list(dict.fromkeys(task for records in runs.values() for task in task_curves(records)))
+
+
+def _add_tasks(
+    figure: Any,
+    grid: Any,
+    row: int,
+    columns: int,
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """Add a panel for each task, from a row of the grid on."""
+    for at, task in enumerate(all_tasks(runs)):
+        axes = figure.add_subplot(grid[row + at // columns, at % columns])
+        for index, records in enumerate(runs.values()):
+            name, points = task_curves(records).get(task, ("", []))
+            if not points:
+                continue
+            colour, steps = COLOURS[index % len(COLOURS)], [step for step, _ in points]
+            values = [figure["value"] for _, figure in points]
+            axes.plot(steps, values, color=colour, lw=1.6, marker="o", ms=3)
+            if all(
+                figure["low"] is not None and figure["high"] is not None for _, figure in points
+            ):
+                ends = ([figure[end] for _, figure in points] for end in ("low", "high"))
+                axes.fill_between(steps, *ends, color=colour, alpha=0.12, lw=0)
+            _style_axes(axes, "step", name.replace("_", " "))
+        axes.set_title(task.replace("$", r"\$"), fontsize=9, color=GREY, loc="left")
+
+
 def draw_run(
     records: Sequence[Mapping[str, Any]], floor: float | None = None, *, narrow: bool = False
 ) -> bytes:
@@ -104,11 +160,13 @@ def draw_run(
 
 
 def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Draw the losses of several runs together: training faint, held-out bold."""
+    """Draw the losses of several runs together: training faint, held-out bold; tasks below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
+    rows = -(-len(all_tasks(runs)) // 3)
+    figure = Figure(figsize=(9, 5 + 2.6 * rows), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 3, height_ratios=[5, *[2.6] * rows])
+    axes = figure.add_subplot(grid[0, :])
     lows, highs = [], []
     for index, (name, records) in enumerate(runs.items()):
         curves, colour = Curves.of(records), COLOURS[index % len(COLOURS)]
@@ -138,6 +196,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     _style_axes(axes, "step", "loss (nats per token)")
     axes.set_title("held-out loss (training loss faint)", fontsize=10, color=GREY, loc="left")
     axes.legend(frameon=False)
+    _add_tasks(figure, grid, 1, 3, runs)
     return _png(figure)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from scratchlm.cuda_graphs import no_garbage_collection
 from scratchlm.data import Batch
 
 Backward = Callable[[Batch, Tensor], Tensor]  # add to the gradients those of loss × weight
@@ -40,6 +41,7 @@ class RecordedBackward:
         self.steps = 0
         self.failed = False
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._batch: Batch
         self._weight: Tensor
         self._loss: Tensor
@@ -57,15 +59,15 @@ class RecordedBackward:
     def __call__(self, batch: Batch, weight: Tensor) -> Tensor:
         """Add to the gradients; return the weighted loss."""
         if self.failed or self.steps <= PLAIN_STEPS:
-            return self.backward(batch, weight)
+            return self._launch(batch, weight)
         if self._graph is None:
             try:
                 self._record(batch, weight)
             except RuntimeError as error:
                 self._give_up(error)
-                return self.backward(batch, weight)
+                return self._launch(batch, weight)
         if batch.inputs.shape != self._batch.inputs.shape:
-            return self.backward(batch, weight)  # a last, shorter micro-batch
+            return self._launch(batch, weight)  # a last, shorter micro-batch
         for place, new in zip(_tensors(self._batch), _tensors(batch), strict=True):
             place.copy_(new, non_blocking=True)
         self._weight.copy_(weight, non_blocking=True)
@@ -74,6 +76,21 @@ class RecordedBackward:
         assert self._graph is not None
         self._graph.replay()
         return self._loss.clone()
+
+    def _launch(self, batch: Batch, weight: Tensor) -> Tensor:
+        """Run kernel by kernel, on the stream of the recording.
+
+        Autograd adds up a parameter's gradient on the stream on which it first met the parameter,
+        and the default stream cannot take part in a recording.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            loss = self.backward(batch, weight)
+        current.wait_stream(self._stream)
+        return loss
 
     def _lend_gradients(self) -> None:
         for p, gradient in zip(self.parameters, self._gradients, strict=True):
@@ -96,16 +113,12 @@ class RecordedBackward:
         self._batch = batch.to(device)
         self._batch = Batch(*(None if t is None else t.clone() for t in _fields(self._batch)))  # type: ignore[arg-type]
         self._weight = weight.to(device).clone()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # once outside the default stream, as a recording runs
-            self.backward(self._batch, self._weight)
-        torch.cuda.current_stream().wait_stream(aside)
+        self._launch(self._batch, self._weight)
         for p in self.parameters:
             # A sum of several is float32, also where one micro-batch's is bfloat16.
             p.grad = torch.zeros_like(p) if self.accumulates and p.grad is not None else None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_garbage_collection(), torch.cuda.graph(graph, stream=self._stream):
             self._loss = self.backward(self._batch, self._weight)
         self._gradients = [p.grad for p in self.parameters]
         self._graph = graph

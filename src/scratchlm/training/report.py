@@ -30,7 +30,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
 from scratchlm.training.plan import NAME as CONFIG_NAME
 from scratchlm.training.plan import Plan, read_plan
-from scratchlm.training.plots import draw_run
+from scratchlm.training.plots import draw_run, draw_tasks, task_curves
 from scratchlm.training.throughput import CONVENTION, make_throughput
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_text
 
@@ -67,6 +67,7 @@ def write_report(
             "Loss, learning rate, throughput",
             picture_html("loss curves", picture, narrow),
         ),
+        Section("Tasks", _tasks(records)),
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
         Section("The accounting beside what was measured", _accounting(run, plan, records)),
@@ -169,6 +170,29 @@ def describe_machine() -> str:
 def mean_rate(last: Mapping[str, Any]) -> float:
     """Return the tokens per second of all steps up to one; its own are those of the last few."""
     return last["tokens"] / max(last["clock"]["seconds"], 1e-9)
+
+
+def _tasks(records: Sequence[Mapping[str, Any]]) -> str:
+    """Show the tasks of `train.tasks`: their main figures by step, and all of them at the end."""
+    if not task_curves(records):
+        return ""
+    runs = {"": records}
+    picture = picture_html("tasks by step", draw_tasks(runs), draw_tasks(runs, narrow=True))
+    last = [record for record in records if record.get("tasks")][-1]
+    rows = [
+        (task, name.replace("_", " "), *(_format_end(figure[end]) for end in ENDS))
+        for task, figures in last["tasks"].items()
+        for name, figure in figures.items()
+    ]
+    header = ("task", "figure", f"at step {last['step']:,}", "95 % from", "to")
+    return picture + table(header, rows)
+
+
+ENDS = ("value", "low", "high")
+
+
+def _format_end(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4f}"
 
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> str:

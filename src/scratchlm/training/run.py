@@ -82,6 +82,9 @@ class Run:
     changed: frozenset[tuple[str, Any]] = frozenset()  # settings that were asked for since
     progress: Progress = field(default_factory=Progress)
     eos_token_ids: tuple[int, ...] = ()  # of a model that came with its own
+    chat_template: bytes | None = None  # a tokenizer_config.json
+    adapter: Mapping[str, Any] | None = None  # of a run that learns an adapter: it and its base
+    head: Mapping[str, Any] | None = None  # of a run that trains a task head
     metrics: MetricsFile = field(init=False)
     unsaved_best: Snapshot | None = None  # copied, and written with the next checkpoint
     _began: float = field(default_factory=lambda: time.perf_counter())
@@ -128,6 +131,10 @@ class Run:
             then, progress = metadata["data"], Progress(**metadata["reached"])
         except (KeyError, TypeError):
             raise ScratchLMError(f"{path} was not written by a training run") from None
+        if metadata.get("adapter") != self.adapter:
+            raise ScratchLMError(f"{path} belongs to another adapter, or its base has changed")
+        if metadata.get("head") != self.head:
+            raise ScratchLMError(f"{path} has another task head than the run's config.toml says")
         self._check_settings(path, metadata.get("train", {}), learner.settings.to_dict())
         for name in sorted({*then, *self.data}):
             if then.get(name) != self.data.get(name):
@@ -196,12 +203,15 @@ class Run:
             model=snapshot.model,
             config=learner.model.config,
             tokenizer_file=self.tokenizer,
+            tokenizer_config=self.chat_template,
             training_state=snapshot.training_state,
             metadata={
                 "reached": asdict(snapshot.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
                 **({"eos_token_ids": list(self.eos_token_ids)} if self.eos_token_ids else {}),
+                **({} if self.adapter is None else {"adapter": dict(self.adapter)}),
+                **({} if self.head is None else {"head": dict(self.head)}),
             },
         )
         verify_checkpoint(path)

@@ -16,13 +16,21 @@ from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batches, TokenFile, ValidationBatches, tokenizer_fingerprint
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
+from scratchlm.data.examples import Examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.ops import Ops
 from scratchlm.training.learner import NO_WORKSPACE, WORKSPACE, Learner, build_model
-from scratchlm.training.loop import Data, Sampler, Watcher, train
+from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.throughput import Throughput, make_throughput
+from scratchlm.training.tuning import (
+    adapter_record,
+    build_tuned,
+    make_data,
+    make_learner,
+    open_examples,
+)
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
 
 
@@ -41,6 +49,8 @@ class Start:
 
     tensors: Mapping[str, Tensor]
     eos_token_ids: tuple[int, ...] = ()
+    source: Path | None = None  # the folder they came from
+    fingerprint: str = ""  # of what it holds
 
 
 OnBegin = Callable[[Learner, Run, Throughput], None]
@@ -55,18 +65,22 @@ def run_plan(
     ops: str | Ops = "fast",
     bytes_per_id: Tensor | None = None,
     sample: Sampler | None = None,
+    run_tasks: RunTasks | None = None,
     watchers: tuple[Watcher, ...] = (),
     on_begin: OnBegin | None = None,
     warn: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     matmul_rate: float | None = None,
     start: Callable[[], Start] | None = None,
+    chat_template: bytes | None = None,
 ) -> Outcome:
     """Train `plan` in `directory`; with `resume`, from its newest checkpoint.
 
     `start` loads what a run with `plan.start` begins with; that becomes its checkpoint of step 0.
-    `bytes_per_id` gives bits per byte; `sample` generates texts at every evaluation; `on_begin` is
-    called once everything is checked and loaded; `matmul_rate` (FLOP/s) gives MFU.
+    Fine-tuning loads it in every session where the base does not learn.
+    `bytes_per_id` gives bits per byte; `sample` generates texts and `run_tasks` runs the tasks of
+    `train.tasks` at every evaluation; `on_begin` is called once everything is checked and loaded;
+    `matmul_rate` (FLOP/s) gives MFU.
     """
     directory, device = Path(directory), torch.device(device)
     with contextlib.ExitStack() as stack:
@@ -79,26 +93,38 @@ def run_plan(
         settings = plan.train.resolved(device.type)
         stack.enter_context(deterministic_kernels(settings.deterministic))
         tokenizer, known = _read_tokenizer(plan.data.tokenizer)
-        files = _open_token_files(plan, known, stack)
-        data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
-        model, first = build_model(plan.model, settings.seed, device, ops), None
-        if plan.start is not None and not find_checkpoints(directory):
-            if start is None:
-                raise ScratchLMError(f"{directory} starts from {plan.start}, which was not given")
-            first = start()
-            model.load_state_dict(first.tensors)
-        learner = Learner(model, settings, warn=warnings.warn if warn is None else warn)
+        is_new = not find_checkpoints(directory)
+        first = _first_weights(directory, plan, start, is_new)
+        tell = warnings.warn if warn is None else warn
+        files: dict[str, TokenFile] | dict[str, Examples]
+        if plan.tuning is None:
+            files = _open_token_files(plan, known, stack)
+            prints = {name: fingerprint(file) for name, file in files.items()}
+            data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
+            model = build_model(plan.model, settings.seed, device, ops)
+            if first is not None:
+                model.load_state_dict(first.tensors)
+            learner = Learner(model, settings, warn=tell)
+        else:
+            files = open_examples(plan, known)
+            prints = {name: examples.fingerprint for name, examples in files.items()}
+            model = build_tuned(plan, first, settings, device, ops)
+            learner = make_learner(model, settings, plan.tuning, tell)
+            data = make_data(plan, settings, files, learner)
         run = stack.enter_context(
             Run(
                 directory,
-                {name: fingerprint(file) for name, file in files.items()},
+                prints,
                 tokenizer,
                 plan.changed,
             )
         )
+        run.chat_template, run.adapter = chat_template, adapter_record(plan, first)
+        if plan.tuning is not None and plan.tuning.head is not None:
+            run.head = plan.tuning.head.to_dict()
         run.restore(learner, warn)
         write_plan(directory, replace(plan, train=settings))
-        if first is not None:
+        if first is not None and is_new:
             run.eos_token_ids = first.eos_token_ids
             run.save(learner)
         throughput = make_throughput(
@@ -113,9 +139,22 @@ def run_plan(
             throughput=throughput,
             watchers=watchers,
             sample=sample,
+            run_tasks=run_tasks,
             should_stop=should_stop,
         )
         return Outcome(ended, run.progress, learner)
+
+
+def _first_weights(
+    directory: Path, plan: Plan, start: Callable[[], Start] | None, is_new: bool
+) -> Start | None:
+    """Load what a run begins with: once, or in every session where it is an adapter's base."""
+    has_adapter = plan.tuning is not None and plan.tuning.lora is not None
+    if plan.start is None or not (is_new or has_adapter):
+        return None
+    if start is None:
+        raise ScratchLMError(f"{directory} starts from {plan.start}, which was not given")
+    return start()
 
 
 @contextlib.contextmanager
@@ -163,7 +202,7 @@ def _open_token_files(
                 f"{file.path} was made with another tokenizer than {plan.data.tokenizer}: "
                 f"fingerprint {file.info.tokenizer[:16]}, not {tokenizer[:16]}"
             )
-        minimum = plan.model.context_length + 1 if name == "train" else 2
+        minimum = plan.train.row_tokens(plan.model) + 1 if name == "train" else 2
         check_num_tokens(file, minimum, plan.model)
         file.validate()
         files[name] = file
@@ -187,7 +226,7 @@ def _make_batches(
     bytes_per_id: Tensor | None,
 ) -> Data:
     pin, document_mask = device.type == "cuda", plan.train.document_mask
-    context = plan.model.context_length
+    context = plan.train.row_tokens(plan.model)
     validation: ValidationBatches | None = None
     eval_batch_size = min(rows, plan.train.micro_batch_size or rows)
     if plan.train.rows == "documents":

@@ -23,7 +23,9 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
 # What may change between two sessions of a run.
-CHANGEABLE = {"steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience"}
+CHANGEABLE = {
+    *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks")
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class TrainConfig:
     decay_steps: int | None = None  # of wsd; None: a fifth of the steps
     # sequences
     rows: str = "windows"  # cut anywhere; or "documents": each begins one, which must fit
+    row_length: int | None = None  # tokens of a sequence; None: the model's context_length
     # loss
     z_loss: float = 0.0
     document_mask: bool = False  # documents packed in one sequence do not see each other
@@ -69,6 +72,7 @@ class TrainConfig:
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
     eval_batches: int = 0  # of the held-out data; 0: all of it
+    tasks: str = ""  # files of tasks, commas between them, run at every evaluation
     save_every: int = 0  # steps; 0: as often as a twentieth of the time allows
     keep_last: int = 2
     patience: int = 0  # stop after this many evaluations without a better one; 0: never
@@ -81,6 +85,8 @@ class TrainConfig:
             _whole(name, getattr(self, name), least)
         for name, (low, high) in _RANGES.items():
             _number(name, getattr(self, name), low, high)
+        if not isinstance(self.tasks, str):
+            raise TypeError(f"tasks must be text, commas between files; got tasks={self.tasks!r}")
         for beta in self.betas:
             _number("betas", beta, 0, 1)
         for name, choices in _CHOICES.items():
@@ -150,9 +156,23 @@ class TrainConfig:
         roomy = {"steps": 1 << 40, "batch_size": 1 << 24, "lr": 1e300}
         cls.from_dict({**roomy, **values} if isinstance(values, dict) else values)
 
+    @property
+    def task_files(self) -> list[str]:
+        """The files of `tasks`."""
+        return [name for name in (part.strip() for part in self.tasks.split(",")) if name]
+
     def tokens_per_step(self, model: ModelConfig) -> int:
         """Return the tokens of one update."""
-        return self.batch_size * model.context_length
+        return self.batch_size * self.row_tokens(model)
+
+    def row_tokens(self, model: ModelConfig) -> int:
+        """Return the tokens of one sequence."""
+        length = self.row_length or model.context_length
+        if length > model.context_length:
+            raise ValueError(
+                f"row_length must not exceed context_length={model.context_length}; got {length}"
+            )
+        return length
 
 
 _WHOLE = {
@@ -169,6 +189,7 @@ _WHOLE = {
     "checkpointed_layers": 0,
     "shares": 1,
     "patience": 0,
+    "row_length": 1,
 }
 _MOST = {
     "batch_size": 1 << 24,

@@ -33,6 +33,7 @@ class StepResult:
 
 def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResult:
     """Make update number `step`; a loss or gradient that is not finite stops before it."""
+    learner.begin_step(step)
     loss = backward(learner, batch)
     norm, factor = clip_gradients(learner)
     prepared = [o.prepare() if isinstance(o, ScalesGradients) else None for o in learner.optimizers]

@@ -1,0 +1,240 @@
+"""From what `scratchlm finetune` was asked for to a plan: encode the data, choose the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scratchlm.accounting import count_parameters
+from scratchlm.checkpoint import is_checkpoint, read_manifest
+from scratchlm.cli.starting import LR_FACTOR, StartModel, start_model
+from scratchlm.config import ModelConfig
+from scratchlm.config.lora import LoRA
+from scratchlm.data.conversations import Encoder, Example, default_template
+from scratchlm.data.examples import Examples, Rows, write_examples
+from scratchlm.data.permutation import derive_key, permute
+from scratchlm.data.records import read_records
+from scratchlm.durable import write_atomically
+from scratchlm.errors import ScratchLMError
+from scratchlm.tokenizer.chat_template import CONFIG, ChatTemplate
+from scratchlm.training.choosing import Machine
+from scratchlm.training.plan import DataFiles, Plan
+from scratchlm.training.settings import TrainConfig
+from scratchlm.training.tuning import Tuning
+from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
+
+if TYPE_CHECKING:
+    from scratchlm.tokenizer import CharTokenizer, Tokenizer
+
+EPOCHS, ROWS, VAL_FRACTION = 3, 16, 0.05
+PACKED_ROW = 1024  # tokens of a row that several examples share, if the model's context allows it
+_SPLIT = 7  # the purpose a key is derived for
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TuneArgs:
+    """What the command line asks for; None: as suits."""
+
+    model: Path | None
+    data: Path | None
+    out: Path
+    full: bool = False
+    lora: dict[str, Any] = field(default_factory=dict)
+    preference: str | None = None
+    beta: float | None = None
+    task: str | None = None
+    packed: bool = True
+    epochs: float | None = None
+    val: Path | None = None
+    val_fraction: float | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def tuning(self) -> Tuning:
+        """Return what makes the run one of fine-tuning."""
+        if self.full and self.lora:
+            option = next(iter(self.lora)).replace("_", "-")
+            raise ValueError(f"--{option} is for LoRA and has no effect beside --full")
+        if self.beta is not None and self.preference is None:
+            raise ValueError("--beta needs --preference dpo")
+        return Tuning(
+            lora=None if self.full else LoRA(**self.lora),
+            packed=self.packed and self.preference is None,
+            preference=self.preference,
+            beta=0.1 if self.beta is None else self.beta,
+        )
+
+
+def make_tuning_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
+    """Make the plan of a new run; the records are encoded on the way."""
+    if args.model is None or args.data is None:
+        raise ValueError("what to fine-tune, and on what? give MODEL and DATA")
+    if args.val is not None and args.val_fraction is not None:
+        raise ValueError("--val names the held-out records: --val-fraction has no effect beside it")
+    if args.epochs is not None and "steps" in args.overrides:
+        raise ValueError("--epochs and the number of steps say the same: give one of them")
+    tuning = args.tuning()
+    TrainConfig.check(args.overrides)
+    started = start_model(args.model, {})
+    longest = args.overrides.get("row_length") or started.config.context_length
+    encoder, template = _encoder(started, args.data)
+    is_pairs = tuning.preference is not None
+    train = list(encoder.read(args.data, longest, is_pairs))
+    val: list[Example] = []
+    if args.val is not None:
+        val = list(encoder.read(args.val, longest, is_pairs))
+    else:
+        train, val = hold_out(train, args.val_fraction, 2 if is_pairs else 1)
+    if not train:
+        raise ScratchLMError(f"{args.data}: there is nothing to learn from")
+    files, examples = write_data(args.out, started, encoder.tokenizer, template, train, val)
+    learnt = sum(sum(example.learns) for example in train)
+    say(
+        f"data: {len(train):,} examples of {len(examples.ids):,} tokens, {learnt:,} of them learnt"
+        f"; {len(val):,} held out"
+    )
+    settings = tuning_settings(args, tuning, started.config, examples, machine)
+    return Plan(started.config, settings, files, start=started.source, tuning=tuning)
+
+
+def check_same_tuning(args: TuneArgs, plan: Plan) -> None:
+    """Refuse options that would make another run of the one that is gone on with."""
+    if plan.tuning is None:
+        raise ScratchLMError(
+            f"{args.out} is no run of fine-tuning; `scratchlm train` goes on with it"
+        )
+    held_task = None if plan.tuning.head is None else plan.tuning.head.kind
+    if args.task is not None and args.task != held_task:
+        raise ValueError(f"--task cannot change in a run that was begun; it is {held_task}")
+    asked: dict[str, Any] = {**args.lora}
+    held = {} if plan.tuning.lora is None else plan.tuning.lora.to_dict()
+    for name, value in asked.items():
+        now = list(value) if isinstance(value, tuple) else value
+        if held.get(name) != now:
+            raise ValueError(
+                f"--{name} cannot change in a run that was begun; it is {held.get(name)!r}"
+            )
+    if args.full and plan.tuning.lora is not None:
+        raise ValueError("--full cannot change in a run that was begun: it learns an adapter")
+    if args.preference is not None and args.preference != plan.tuning.preference:
+        raise ValueError("--preference cannot change in a run that was begun")
+
+
+def _encoder(started: StartModel, data: Path) -> tuple[Encoder, ChatTemplate | None]:
+    """Return what encodes records, and the template that the run is to keep."""
+    from scratchlm.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(started.source)
+    eos_id = _end_of_text(started.source, tokenizer)
+    own = ChatTemplate.from_directory(started.source)
+    template = own or default_template(tokenizer, eos_id)
+    first = next(read_records(data), ("", {}))[1]
+    is_chat = any(isinstance(first.get(name), list) for name in ("messages", "chosen"))
+    return Encoder(tokenizer, template, eos_id), template if is_chat else own
+
+
+def _end_of_text(source: Path, tokenizer: Tokenizer | CharTokenizer) -> int:
+    """Return the token that ends a text of the model's."""
+    from scratchlm.inference.prompts import default_eos_ids
+    from scratchlm.interop import read_hf
+
+    if is_checkpoint(source):
+        ids = tuple(read_manifest(source)["metadata"].get("eos_token_ids") or ())
+    else:
+        ids = read_hf(source).eos_token_ids
+    ids = ids or default_eos_ids(tokenizer)
+    special = set(tokenizer.special_tokens.values())
+    found = next((token for token in ids if token in special), None)
+    if found is None:
+        raise ScratchLMError(f"{source}: the model has no token that ends a text")
+    return found
+
+
+def hold_out(
+    examples: list[Example], fraction: float | None, group: int
+) -> tuple[list[Example], list[Example]]:
+    """Take a part of the examples, pairs together, away from training."""
+    share = VAL_FRACTION if fraction is None else fraction
+    if not 0 <= share < 1:
+        raise ValueError(f"--val-fraction must lie in [0, 1); got {share}")
+    count = len(examples) // group
+    held = math.ceil(share * count) if fraction else int(share * count)
+    if not held:
+        return examples, []
+    import numpy as np
+
+    chosen = set(permute(np.arange(held), count, derive_key(_SPLIT)).tolist())
+    train = [one for index, one in enumerate(examples) if index // group not in chosen]
+    return train, [one for index, one in enumerate(examples) if index // group in chosen]
+
+
+def write_data(
+    out: Path,
+    started: StartModel,
+    tokenizer: Tokenizer | CharTokenizer,
+    template: ChatTemplate | None,
+    train: list[Example],
+    val: list[Example],
+) -> tuple[DataFiles, Examples]:
+    """Write the encoded examples, the tokenizer and its template into the run."""
+    folder = out / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / "tokenizer.json"
+    own = started.source / "tokenizer.json"
+    if own.is_file():
+        write_atomically(copy, read_bytes(own, MAX_TOKENIZER_BYTES))
+    else:
+        tokenizer.save(folder)
+    if template is not None:
+        write_atomically(folder / CONFIG, template.to_bytes())
+    examples = write_examples(folder / "train.examples", train, started.fingerprint)
+    held_out = None
+    if val:
+        held_out = folder / "val.examples"
+        write_examples(held_out, val, started.fingerprint)
+    return DataFiles(folder / "train.examples", held_out, copy), examples
+
+
+def tuning_settings(
+    args: TuneArgs, tuning: Tuning, model: ModelConfig, examples: Examples, machine: Machine
+) -> TrainConfig:
+    """Choose rows, steps and learning rate; what was asked for comes first.
+
+    The rate of random weights for an adapter, a tenth of it where all weights learn.
+    """
+    params = count_parameters(model).unique
+    longest = -(-int(examples.lengths.max()) // 64) * 64
+    row_length = max(longest, PACKED_ROW) if tuning.packed else longest
+    row_length = int(args.overrides.get("row_length") or min(row_length, model.context_length))
+    rows = len(Rows(examples, row_length, packed=tuning.packed).rows)
+    batch_size = int(
+        args.overrides.get("batch_size") or _even(min(ROWS, max(1, rows // 8)), tuning)
+    )
+    rate = min(4e-3, max(2e-4, 3e-3 * (params / 1e6) ** -0.25))
+    rate *= LR_FACTOR if tuning.lora is None else 1.0
+    rate *= 0.1 if tuning.preference else 1.0
+    epochs = EPOCHS if args.epochs is None else args.epochs
+    if not 0 < epochs < 1e6:
+        raise ValueError(f"--epochs must be above 0; got {epochs}")
+    steps = int(args.overrides.get("steps") or max(1, round(epochs * rows / batch_size)))
+    chosen: dict[str, Any] = {
+        "steps": steps,
+        "eval_every": max(1, steps // 10),
+        "batch_size": batch_size,
+        "row_length": row_length,
+        "lr": float(f"{rate:.2g}"),
+        "weight_decay": 0.0 if tuning.lora is not None else 0.1,
+    }
+    if tuning.preference is not None:
+        chosen["cuda_graph"] = False
+    if tuning.head is not None:
+        chosen |= {"cuda_graph": False, "compile": "off"}
+    return TrainConfig.from_dict({**chosen, **args.overrides})
+
+
+def _even(count: int, tuning: Tuning) -> int:
+    return count + count % 2 if tuning.preference is not None else count

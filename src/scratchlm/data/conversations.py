@@ -1,0 +1,187 @@
+"""Records as token ids, and which of them are learnt: what the assistant says, nothing else.
+
+A prompt is encoded by itself, as it is when the model is used, and so is each answer: where one
+ends and the other begins is a border between tokens. Special tokens come from the template alone
+(`tokenizer/chat_encoding.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from scratchlm.data.records import check_messages, check_text, form_of, read_records
+from scratchlm.errors import ScratchLMError
+from scratchlm.tokenizer.bpe import Tokenizer
+from scratchlm.tokenizer.characters import CharTokenizer
+from scratchlm.tokenizer.chat_encoding import encode_rendered, guard
+from scratchlm.tokenizer.chat_template import ChatTemplate
+
+AnyTokenizer = Tokenizer | CharTokenizer
+Span = tuple[int, int]
+
+# For models that came without a template: by the markers their tokenizer has.
+_CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_LLAMA3 = """<|begin_of_text|>{% for message in messages %}\
+<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}\
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+_PLAIN = """{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}
+{% elif message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}
+{% else %}{{ message.role | title }}: {{ message.content }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+_MARKERS = {
+    _CHATML: ("<|im_start|>", "<|im_end|>"),
+    _LLAMA3: ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+
+
+def default_template(tokenizer: AnyTokenizer, eos_id: int) -> ChatTemplate:
+    """Return a template for a model that came without one."""
+    end = next(text for text, token in tokenizer.special_tokens.items() if token == eos_id)
+    for source, markers in _MARKERS.items():
+        if all(marker in tokenizer.special_tokens for marker in markers):
+            return ChatTemplate({"default": source}, {"eos_token": markers[-1]})
+    return ChatTemplate({"default": _PLAIN}, {"eos_token": end})
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids, and for each whether it is learnt."""
+
+    ids: list[int]
+    learns: list[bool]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns records into examples: a tokenizer, a template, and what ends a text."""
+
+    tokenizer: AnyTokenizer
+    template: ChatTemplate
+    eos_id: int
+
+    def read(
+        self, path: str | os.PathLike[str], longest: int, preference: bool = False
+    ) -> Iterator[Example]:
+        """Yield the examples of a file; what is wrong, or too long, is refused by its line.
+
+        With `preference` two for each record, the chosen and the rejected one.
+        """
+        for place, record in read_records(path):
+            try:
+                examples = self.encode(record, preference)
+                for example in examples:
+                    _check_example(example, longest)
+            except (ValueError, TypeError, ScratchLMError) as error:
+                raise ScratchLMError(f"{place}: {error}") from None
+            yield from examples
+
+    def encode(self, record: Mapping[str, Any], preference: bool = False) -> list[Example]:
+        """Encode one record."""
+        form = form_of(record)
+        if preference != (form == "preference"):
+            wanted = "chosen and rejected" if preference else "no chosen and rejected"
+            raise ValueError(f"a record with {wanted} was expected; got {', '.join(record)}")
+        if form == "chat":
+            return self.chat(check_messages(record["messages"]), record.get("tools"))
+        if form == "preference":
+            return [self._preferred(record, "chosen"), self._preferred(record, "rejected")]
+        if form == "pair":
+            return [self.pair(check_text(record, "prompt"), check_text(record, "completion"))]
+        return [self.pair("", check_text(record, "text"))]
+
+    def pair(self, prompt: str, completion: str) -> Example:
+        """Encode a prompt and what is to follow it, up to the end of the text."""
+        before = self.tokenizer.template[0] if isinstance(self.tokenizer, Tokenizer) else ()
+        asked = [*before, *self.tokenizer.encode(prompt, allowed_special=())]
+        if not asked:
+            asked = [self.eos_id]  # a new text begins where another one has ended
+        answer = [*self.tokenizer.encode(completion, allowed_special=()), self.eos_id]
+        return Example(asked + answer, [False] * len(asked) + [True] * len(answer))
+
+    def _preferred(self, record: Mapping[str, Any], which: str) -> Example:
+        value, prompt = record[which], record.get("prompt")
+        if isinstance(value, str):
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompt must be text, as {which} is")
+            return self.pair(prompt, value)
+        messages = check_messages(value, which)
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}, *messages]
+        elif prompt is not None:
+            messages = [*check_messages(prompt, "prompt"), *messages]
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f"{which} must end with the assistant's answer")
+        guarded, mark = guard(messages, self.tokenizer)
+        return self._last_answer(guarded, mark, {"tools": record.get("tools")})
+
+    # Chats
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Example]:
+        """Encode a conversation: as one example where the template writes it as it grows.
+
+        A template that writes earlier turns otherwise once later ones follow (leaving out what the
+        model thought) gives one example for each answer, each as the model will see it.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError("messages must hold an answer of the assistant to learn from")
+        guarded, mark = guard(messages, self.tokenizer)
+        variables = {"tools": tools}
+        whole = self.template.render_marked(guarded, **variables)
+        if whole.spans:
+            return [self._cut(whole.text, whole.spans, mark)]
+        spans = [self._answer_span(guarded[: turn + 1], variables) for turn in turns]
+        if all(whole.text.startswith(text) for text, _ in spans):
+            return [self._cut(whole.text, [span for _, span in spans], mark)]
+        return [self._cut(text, [span], mark) for text, span in spans]
+
+    def _last_answer(
+        self, messages: Sequence[Mapping[str, Any]], mark: str, variables: Mapping[str, Any]
+    ) -> Example:
+        text, span = self._answer_span(messages, variables)
+        return self._cut(text, [span], mark)
+
+    def _answer_span(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, Span]:
+        """Render up to an answer; return the text and where the answer lies in it."""
+        text = self.template.render(messages, **variables)
+        prompt = ""
+        if len(messages) > 1:
+            prompt = self.template.render(messages[:-1], add_generation_prompt=True, **variables)
+        if not text.startswith(prompt):
+            raise ValueError(
+                "the chat template does not write an answer after its generation prompt; "
+                "{% generation %} blocks in it would say what is learnt"
+            )
+        end = len(text.rstrip())  # what follows the token that ends an answer is not the model's
+        specials = [token for token in self.tokenizer.special_tokens if text[:end].endswith(token)]
+        return text, (len(prompt), end if specials and end > len(prompt) else len(text))
+
+    def _cut(self, text: str, spans: Sequence[Span], mark: str) -> Example:
+        ids: list[int] = []
+        learns: list[bool] = []
+        borders = [0, *(border for span in spans for border in span), len(text)]
+        for index, (begin, end) in enumerate(pairwise(borders)):
+            part = encode_rendered(text[begin:end], self.tokenizer, mark)
+            ids += part
+            learns += [index % 2 == 1] * len(part)
+        return Example(ids, learns)
+
+
+def _check_example(example: Example, longest: int) -> None:
+    if not any(example.learns[1:]):
+        raise ValueError("nothing is left to learn: the answer is empty")
+    if len(example.ids) - 1 > longest:
+        raise ValueError(f"{len(example.ids):,} tokens do not fit in rows of {longest:,}")

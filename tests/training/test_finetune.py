@@ -1,0 +1,279 @@
+"""`scratchlm finetune`, `merge` and `export --adapter`, as a user runs them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+
+from inference.tiny import byte_tokenizer
+from interop.hf_models import load_with_transformers
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.checkpoint import find_checkpoints, read_tensors, verify_checkpoint, write_checkpoint
+from scratchlm.cli import main
+from scratchlm.config.lora import LoRA
+from scratchlm.data.examples import read_examples
+from scratchlm.inference import load_model
+from scratchlm.training.plan import read_plan
+from training.tiny import log_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+FAST = ("train.lr=3e-3", "train.batch_size=2", "train.row_length=96", "train.eval_batches=2")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model of ours with a tokenizer."""
+    path = tmp_path_factory.mktemp("base")
+    tokenizer = byte_tokenizer(*SPECIAL)
+    tokenizer.save(path / "tokenizer")
+    config = ModelConfig(
+        vocab_size=259, context_length=96, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2
+    )
+    model = TransformerLM(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return write_checkpoint(
+        path / "model",
+        model=model.state_dict(),
+        config=config,
+        tokenizer_file=path / "tokenizer" / "tokenizer.json",
+        metadata={"eos_token_ids": [256]},
+    )
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    lines = []
+    for number in range(40):
+        asked, said = f"say {number}", f"it is {number % 7}"
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    records = [
+        {"prompt": f"q{number}", "chosen": "yes, please", "rejected": "no, thanks"}
+        for number in range(20)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run_command(*words):
+    """Run a command in this process; return its status."""
+    before = sys.argv
+    sys.argv = ["scratchlm", *map(str, words)]
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code or 0
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture(scope="module")
+def tuned(base, chats, tmp_path_factory):
+    """A run that has learnt an adapter."""
+    run = tmp_path_factory.mktemp("tuned") / "run"
+    assert run_command("finetune", base, chats, "--out", run, "--steps", 12, *FAST) == 0
+    return run
+
+
+def ids(seed=0):
+    return torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_run_leaves_an_adapter_and_learns(tuned, base):
+    losses = [line["loss"] for line in log_of(tuned) if "loss" in line]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.3
+    last = find_checkpoints(tuned)[-1]
+    tensors = read_tensors(last)
+    assert all(".lora_A." in name or ".lora_B." in name for name in tensors)
+    record = verify_checkpoint(last)["metadata"]["adapter"]
+    assert record["base"] == str(base.absolute())
+    assert (tuned / "report.html").is_file()
+    assert read_plan(tuned).tuning.lora == LoRA()
+
+
+def test_a_loaded_run_is_its_base_with_the_adapter(tuned, base):
+    loaded = load_model(tuned)
+    plain = load_model(base)
+    assert loaded.config == plain.config
+    assert not torch.equal(loaded.model(ids()), plain.model(ids()))
+    assert load_model(base, adapter=tuned).model(ids()).equal(loaded.model(ids()))
+    said = [{"role": "user", "content": "hi"}]
+    asked = loaded.chat_template.render(said, add_generation_prompt=True)
+    assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_merge_and_both_exports_give_the_same_logits(tuned, base, tmp_path):
+    expected = load_model(tuned, accelerate=False).model(ids())
+    assert run_command("merge", tuned, tmp_path / "merged") == 0
+    merged = load_model(tmp_path / "merged", accelerate=False)
+    assert torch.equal(merged.model(ids()), expected)
+    assert merged.chat_template is not None
+    assert run_command("export", tuned, tmp_path / "whole") == 0
+    theirs = load_with_transformers(tmp_path / "whole")
+    assert run_command("export", tuned, tmp_path / "adapter", "--adapter") == 0
+    assert run_command("export", base, tmp_path / "base") == 0
+    adapted = peft.PeftModel.from_pretrained(
+        load_with_transformers(tmp_path / "base"), tmp_path / "adapter"
+    ).eval()
+    with torch.no_grad():
+        for model in (theirs, adapted):
+            torch.testing.assert_close(model(ids()).logits, expected, atol=1e-5, rtol=1e-5)
+    assert run_command("merge", base, tmp_path / "again", "--adapter", tmp_path / "adapter") == 0
+    again = load_model(tmp_path / "again", accelerate=False).model(ids())
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+OFTEN = ("--steps", 14, "train.save_every=3", "train.eval_every=7")
+
+
+def assert_same_end(run, other):
+    """Assert that two runs logged and saved the same."""
+    assert log_of(run) == log_of(other)
+    one, two = (find_checkpoints(each)[-1] for each in (run, other))
+    assert verify_checkpoint(one)["files"] == verify_checkpoint(two)["files"]
+
+
+def test_a_killed_fine_tuning_goes_on_bit_for_bit(base, chats, tmp_path):
+    command = ["finetune", base, chats, "--dora", "--dropout", "0.1", *OFTEN, *FAST]
+    assert run_command(*command, "--out", tmp_path / "whole") == 0
+    run = tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from scratchlm.cli import main; main()"]
+        + [str(word) for word in (*command, "--out", run)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+    log = run / "metrics.jsonl"
+    while process.poll() is None:
+        if log.exists() and log.read_bytes().count(b'"grad_norm"') >= 5:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert log_of(run) != log_of(tmp_path / "whole")
+    assert run_command("finetune", "--resume", "--out", run) == 0
+    assert_same_end(run, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_what_breaks_off_in_a_step_goes_on_bit_for_bit(
+    kind, base, chats, pairs, tmp_path, monkeypatch
+):
+    from scratchlm.training import loop
+
+    options = ("--full",) if kind == "full" else ("--preference", "dpo")
+    command = ["finetune", base, chats if kind == "full" else pairs, *options, *OFTEN, *FAST]
+    assert run_command(*command, "--out", tmp_path / "whole") == 0
+    take_step = loop.take_step
+
+    def broken(learner, batch, step, lr):
+        if step == 8:
+            raise KeyboardInterrupt
+        return take_step(learner, batch, step, lr)
+
+    monkeypatch.setattr(loop, "take_step", broken)
+    assert run_command(*command, "--out", tmp_path / "run") == 130
+    monkeypatch.setattr(loop, "take_step", take_step)
+    assert run_command("finetune", "--resume", "--out", tmp_path / "run") == 0
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    if kind == "full":
+        tensors, before = read_tensors(find_checkpoints(tmp_path / "run")[-1]), read_tensors(base)
+        assert tensors.keys() == before.keys()
+        assert all(not torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
+    from scratchlm.training.preference import sequence_logps
+
+    run = tmp_path / "run"
+    command = ("finetune", base, pairs, "--preference", "dpo", "--steps", 15, "--beta", 0.3)
+    assert run_command(*command, "train.lr=3e-3", "train.batch_size=4", "--out", run) == 0
+    losses = [line["loss"] for line in log_of(run) if "loss" in line]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # at first no answer is preferred: log 2
+    assert losses[-1] < 0.3
+    plan, examples = read_plan(run), read_examples(run / "data" / "val.examples")
+    assert plan.tuning.preference == "dpo"
+    rows = [examples[index][0] for index in (0, 1)]
+    learns = [examples[index][1] for index in (0, 1)]
+    margin = []
+    for model in (load_model(base).model, load_model(run).model):
+        logps = [
+            sequence_logps(
+                model,
+                torch.tensor(row[None, :-1]),
+                torch.where(torch.tensor(learn[None, 1:]), torch.tensor(row[None, 1:]), -100),
+            )
+            for row, learn in zip(rows, learns, strict=True)
+        ]
+        margin.append(float(logps[0] - logps[1]))
+    assert margin[1] > margin[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--full", "--rank", "4"), "--rank is for LoRA"),
+        (("--beta", "0.2"), "--beta needs --preference"),
+        (("--preference", "x"), "preference must be one of dpo"),
+        (("--targets", "z_proj"), "no Linear is called 'z_proj'"),
+        (("--rank", "0"), "rank must be a whole number"),
+        (("model.d_model=8",), "model. cannot be set"),
+        (("train.row_length=20",), "line 1: .* tokens do not fit in rows of 20"),
+        (("--preference", "dpo"), "line 1: .*chosen and rejected was expected"),
+        (("--epochs", "2", "--steps", "3"), "give one of them"),
+        (("train.rwo_length=8",), "did you mean 'row_length'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_run(words, message, base, chats, tmp_path, capsys):
+    import re
+
+    run = tmp_path / "run"
+    assert run_command("finetune", base, chats, "--out", run, *words) == 2
+    err = capsys.readouterr().err
+    line = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(line) == 1
+    assert re.search(message, " ".join(err.split()))
+    assert not (run / "config.toml").exists()
+
+
+def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):
+    own = shutil.copytree(base, tmp_path / "base")
+    run = tmp_path / "run"
+    assert run_command("finetune", own, chats, "--out", run, "--steps", 2, *FAST) == 0
+    shutil.rmtree(own)
+    assert run_command("generate", run, "--prompt", "x") == 2
+    assert "its base model is gone" in " ".join(capsys.readouterr().err.split())
+    config = ModelConfig(vocab_size=259, context_length=96, d_model=32, num_layers=2, num_heads=4)
+    write_checkpoint(own, model=TransformerLM(config).state_dict(), config=config)
+    assert run_command("generate", run, "--prompt", "x") == 2
+    assert "its base model has changed" in " ".join(capsys.readouterr().err.split())
+    assert run_command("merge", base, tmp_path / "merged") == 2
+    assert "holds a whole model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_that_was_begun_keeps_its_adapter(tuned, capsys):
+    assert run_command("finetune", "--resume", "--out", tuned, "--rank", 4) == 2
+    assert "--rank cannot change" in " ".join(capsys.readouterr().err.split())
+    assert run_command("finetune", "--out", tuned) == 2
+    assert "holds a run already" in " ".join(capsys.readouterr().err.split())
