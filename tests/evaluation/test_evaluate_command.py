@@ -1,0 +1,123 @@
+"""`scratchlm evaluate`: models side by side, JSON, a picture, cases; what is wrong is one line."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from inference.tiny import byte_tokenizer
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.checkpoint import checkpoint_path, write_checkpoint
+from scratchlm.cli import main
+
+CHOICES = '{"context": "The cat sat on the", "choices": [" mat", " dog"], "answer": 0}\n' * 3
+NEXT = '{"context": "The cat sat on the", "next": " mat"}\n'
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Two small runs, three tasks and a text."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    file = tokenizer.save(tmp_path / "tokenizer")
+    config = ModelConfig(tokenizer.vocab_size, 48, 16, 1, 2)
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        write_checkpoint(
+            checkpoint_path(tmp_path / name, 1),
+            model=TransformerLM(config).state_dict(),
+            config=config,
+            tokenizer_file=file,
+        )
+    (tmp_path / "choices.jsonl").write_text(CHOICES)
+    (tmp_path / "words.jsonl").write_text(NEXT * 2)
+    (tmp_path / "answers.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2", "max_new_tokens": 3}\n'
+    )
+    (tmp_path / "texts.jsonl").write_text('{"text": "A text."}\n{"text": "Another, longer"}\n')
+    (tmp_path / "held-out.txt").write_text("The cat sat on the mat. " * 40)
+    return tmp_path
+
+
+def call(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["scratchlm", "evaluate", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    return ended.value.code or 0, told.out, told.err
+
+
+def test_models_stand_side_by_side_with_intervals_and_next_word_tables(place, monkeypatch, capsys):
+    tasks = ("choices.jsonl", "words.jsonl", "answers.jsonl", "texts.jsonl", "held-out.txt")
+    code, out, err = call(monkeypatch, capsys, "one", "two", *tasks)
+    assert code == 0, err
+    head, *rows = out.splitlines()
+    assert head.split() == ["task", "cases", "figure", "one", "two"]
+    for name in ("choices", "words", "answers", "texts", "held-out.txt"):
+        assert any(row.startswith(f"{name} ") for row in rows), name
+    assert "95 % confidence intervals" in out
+    assert out.count("'The cat sat on the'") == 4  # two models, two cases
+    assert "–" in out
+
+
+def test_json_holds_every_figure_with_its_interval(place, monkeypatch, capsys):
+    code, out, _ = call(
+        monkeypatch, capsys, "one", "two", "choices.jsonl", "held-out.txt", "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert [one["model"] for one in found["models"]] == ["one", "two"]
+    for one in found["models"]:
+        choices, text = one["results"]
+        assert (choices["task"], choices["kind"], choices["cases"]) == ("choices", "choice", 3)
+        assert choices["metrics"]["accuracy"].keys() == {"value", "low", "high"}
+        figure = text["metrics"]["bits_per_byte"]
+        assert figure["low"] < figure["value"] < figure["high"]
+    first, second = (one["results"][1]["metrics"]["loss"]["value"] for one in found["models"])
+    assert first != second
+
+
+@pytest.mark.parametrize("text", ["held-out.txt", "texts.jsonl"])
+def test_one_model_on_one_text_has_its_figures_flat(place, monkeypatch, capsys, text):
+    _, out, _ = call(monkeypatch, capsys, "one", text, "--json")
+    figures = json.loads(out)
+    assert [*figures] == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes", "checkpoint"]
+    assert 4 < figures["loss"] < 8
+    _, out, _ = call(monkeypatch, capsys, "one", text)
+    assert out.startswith("loss   ")
+
+
+def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
+    words = ("choices.jsonl", "texts.jsonl", "--plot", "out.png", "--cases", "out.jsonl")
+    code, _, err = call(monkeypatch, capsys, "one", "two", *words)
+    assert code == 0, err
+    assert (place / "out.png").read_bytes().startswith(b"\x89PNG")
+    cases = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert len(cases) == 2 * (3 + 2)
+    assert cases[0].keys() >= {"model", "task", "case", "loglikelihoods", "chosen"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("one",), "nothing to evaluate on"),
+        (("one", "missing.jsonl"), "No such file"),
+        (("one", "choices.jsonl", "two"), "models come before tasks; got the model two"),
+        (("one", "choices.jsonl", "--limit", "3"), "--limit is for --lm-eval"),
+        (("one", "choices.jsonl", "--chat-template"), "--chat-template is for --lm-eval"),
+        (("one", "--lm-eval", "x", "--include-path", "nowhere"), "nowhere: no such folder"),
+        (("one", "broken.jsonl"), "broken.jsonl: line 2: not valid JSON"),
+        (("one", "choices.jsonl", "--plot", "no/such/place.png"), "No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_wrong_is_one_line(place, monkeypatch, capsys, words, told):
+    (place / "broken.jsonl").write_text(NEXT + "{\n")
+    before = sorted(place.rglob("*"))
+    code, out, err = call(monkeypatch, capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert told in err
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert sorted(place.rglob("*")) == before
