@@ -61,6 +61,7 @@ def build(config: ModelConfig, device: str) -> TransformerLM:
                 torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
             else:
                 parameter.fill_(1.0)
+    acceleration.join_weights(acceleration.accelerate(model))  # as `load_model` does
     return model.eval().requires_grad_(False)
 
 
@@ -227,7 +228,7 @@ def prompt_table(name: str, rows: int, length: int, device: str) -> str:
     config = SHAPES[name].replace(context_length=length + 1024)
     model, rng = build(config, device), random.Random(0)
     engine = Engine(model, num_pages=-(-(length + 1024) // 64) + rows * 24, max_rows=rows + 1)
-    for _ in range(2):  # the first time makes what is kept
+    for _ in range(3):  # the first two make what is kept
         handles = [
             engine.submit(
                 random_ids(rng, PROMPT, config.vocab_size),

@@ -77,18 +77,22 @@ def read_steps(family: str, exact: bool) -> None:
 
 
 def main(family: str) -> None:
-    linear, choose = invariant_linear._invariant_linear_kernel, choose_token.choose_token
+    linear = invariant_linear._invariant_linear_kernel
+    choosing = {name: getattr(choose_token, name) for name in ("group_maxima", "collect", "draw")}
     invariant_linear._invariant_linear_kernel = Recorder(linear)
     flat_forward.F.linear = lambda x, w, b=None: x.new_empty(len(x), len(w))
     read_steps(family, exact=False)
     read_steps(family, exact=True)
-    choose_token.choose_token = Recorder(choose)
+    for name, kernel in choosing.items():
+        setattr(choose_token, name, Recorder(kernel))
     wide, whole = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         for numbers in (None, wide):
             logits = torch.zeros(2, 50_304, dtype=dtype)
             choose_token.choose_tokens(logits, wide, whole, wide, numbers, whole, whole)
-    invariant_linear._invariant_linear_kernel, choose_token.choose_token = linear, choose
+    invariant_linear._invariant_linear_kernel = linear
+    for name, kernel in choosing.items():
+        setattr(choose_token, name, kernel)
     for (name, _), (kernel, args, warps) in Recorder.launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
         print(name, len(re.findall(r"\.local", text)))

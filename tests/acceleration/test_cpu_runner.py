@@ -288,6 +288,18 @@ def test_a_token_may_be_known_to_the_device_alone():
     assert torch.equal(pool.read((0, [LAST], 2), (3, [LAST], 1)), wanted)
 
 
+def test_proposals_have_the_bits_of_tokens_read_one_by_one(model):
+    pool, tokens, other = Pool(model), prompt(40), prompt(9, seed=1)
+    pool.read((0, tokens[:20], 0))
+    expected = [pool.read((0, [t], i)) for i, t in enumerate(tokens[20:], 20)]
+    expected.append(pool.read((1, other, 0)))
+    again = Pool(model)
+    again.read((2, tokens[:20], 0))
+    step = Step([*tokens[20:], *other], [20, 9], [20, 0], [2, 1], [True, True], [19, 0])
+    assert torch.equal(again.runner.run(step, again.tables, again.last), torch.cat(expected))
+    assert torch.equal(again.kept(2, 40), pool.kept(0, 40))
+
+
 def test_rows_that_do_not_choose_have_no_logits():
     model = build(PLAIN, dtype=torch.float32)
     pool, other = Pool(model), Pool(model)

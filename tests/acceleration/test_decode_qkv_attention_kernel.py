@@ -51,8 +51,8 @@ def run_kernel(layer, length, layout):
     order = torch.randperm(capacity // 16, device="cuda")
     pages = []
     for kept in (layer.keys, layer.values):
-        cut = kept.unflatten(1, (-1, 16)).transpose(0, 1)
-        pages.append(torch.empty_like(cut).index_copy_(0, order, cut.contiguous()))
+        cut = kept.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()
+        pages.append(torch.empty_like(cut).index_copy_(0, order, cut))
     tables = (None, None) if layout is None else (layer.cos, layer.sin)
     kernel.decode_qkv_attention[(heads,)](
         *(layer.x, layer.norm_weight, layer.w_q, layer.w_k, layer.w_v, *tables),

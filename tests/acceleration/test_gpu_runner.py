@@ -11,12 +11,12 @@ import torch
 
 from acceleration.gpu import compiled_lines
 from scratchlm import acceleration
-from scratchlm.accelerate import flat_forward, gpu_decode
+from scratchlm.accelerate import flat_forward, gpu_decode, gpu_runner
 from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.gpu_runner import GPURunner, length_bucket, row_bucket, why_not_pages
 from scratchlm.accelerate.kernels.triton.decode_tiles import Tile
 from scratchlm.inference import GREEDY, generate
-from scratchlm.paged import LAST, PagedCache, Step
+from scratchlm.paged import LAST, Choice, PagedCache, Step
 from tiny_models import FAMILIES, PLAIN, build
 
 CUDA = torch.cuda.is_available()
@@ -31,6 +31,7 @@ def few_programs(monkeypatch):
     """The interpreter takes milliseconds for each."""
     if not CUDA:
         monkeypatch.setattr(gpu_decode, "choose_tile", lambda *_: Tile(16, 4))
+        monkeypatch.setattr(gpu_runner, "TOKEN_BUCKETS", (4, 20))
 
 
 def make(family, dtype=torch.float32, layers=1, **more):
@@ -117,6 +118,29 @@ def test_prompts_and_decoded_tokens_have_the_models_numbers(family, rows):
         assert_near(pool.kept(slot, len(tokens)), kept)
 
 
+@pytest.mark.parametrize("slots", [8, 3])
+def test_proposals_have_the_models_numbers_beside_a_prompt_and_a_decoding_row(slots):
+    """Also where there are more of them than rows, which recordings have no room for."""
+    model = make("qwen3")
+    pool, (one, two, three) = Pool(model, slots=slots), texts(3, 19)
+    pool.read((0, one[:-5], 0), (1, two[:-1], 0))
+    pool.last[1] = two[-1]
+    step = Step(
+        [*one[-5:], LAST, *three],
+        counts=[5, 1, len(three)],
+        starts=[len(one) - 5, len(two) - 1, 0],
+        slots=[0, 1, 2],
+        chooses=[True, True, False],
+        num_proposed=[4, 0, 0],
+    )
+    logits = pool.runner.run(step, pool.tables, pool.last)
+    expected = [expected_after(model, one[: len(one) - back])[0] for back in (4, 3, 2, 1, 0)]
+    expected.append(expected_after(model, two)[0])
+    assert len(logits) == len(expected)
+    for got, right in zip(logits, expected, strict=True):
+        assert_near(got, right)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2"])
 def test_a_prompt_in_pieces_beside_decoding_rows_is_the_prompt_alone(family):
     model = make(family)
@@ -146,6 +170,92 @@ def test_split_keys_are_combined_to_the_same(family, monkeypatch):
     assert pool.runner._forward.decoding_tiles(table, CONTEXT).splits == 6
     for slot, logits in enumerate(pool.decode(*step)):
         assert_near(logits, expected_after(model, all_tokens[slot])[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_prompts_split_keys_are_combined_to_the_same(family, monkeypatch):
+    monkeypatch.setattr(flat_forward, "SPLIT_KEYS", (16, 16))
+    monkeypatch.setattr(flat_forward, "PROMPT_KEYS", 48)
+    monkeypatch.setattr(flat_forward.FlatForward, "block_q", lambda *_: 4)
+    model = make(family)
+    pool, (long, short) = Pool(model), texts(2, 41)
+    tiles = pool.runner._forward.prompt_tiles(torch.zeros(3, 1), 8, CONTEXT)
+    assert (tiles.splits, tiles.split_keys) == (2, 64)
+    monkeypatch.setattr(flat_forward.FlatForward, "prompt_tiles", lambda f, t, *_: f_tiles(t))
+
+    def f_tiles(table):
+        return flat_forward.Tiles(table, 4, splits=3, split_keys=16)
+
+    pool.read((0, long[:32], 0), (1, short[:30], 0))
+    logits = pool.read((0, long[32:], 32), (1, short[30:], 30))
+    for slot, tokens in enumerate((long, short)):
+        assert_near(logits[slot], expected_after(model, tokens)[0])
+
+
+def test_a_step_of_a_bucket_seen_before_is_the_step_as_it_comes():
+    """At its second use a bucket is recorded, with more of everything than the step has."""
+    model, (long, short, other) = make("qwen3"), texts(3, 33)
+    found = []
+    for steps_before in (0, 2):
+        pool = Pool(model)
+        for _ in range(steps_before):
+            pool.read((0, long[:17], 0))
+        assert len([r for r in pool.runner._recorded.values() if r]) == (steps_before > 1)
+        pool.read((1, short[:3], 0))
+        pool.last[1] = short[3]
+        found.append(pool.read((0, long[:15], 0), (1, [LAST], 3), (2, other[:2], 0)))
+    assert_near(found[1], found[0])
+    assert_near(found[0][0], expected_after(model, long[:15])[0])
+    assert_near(found[0][1], expected_after(model, short[:4])[0])
+
+
+@pytest.mark.parametrize("proposed", [True, False])
+def test_more_rows_or_logits_than_requests_have_their_numbers_beside_a_recorded_bucket(proposed):
+    """Proposals are many logits of a row, scored tokens many rows: a recording has no room."""
+    model, (tokens, other) = make("llama"), texts(2, 11)
+    pool = Pool(model, slots=2)
+    for _ in range(2):  # recorded
+        pool.read((0, other, 0))
+    pool.read((1, tokens[:4], 0))
+    rest, count = tokens[4:], len(tokens) - 4
+    if proposed:
+        step = Step(
+            [*other, *rest], [len(other), count], [0, 4], [0, 1], [True] * 2, [0, count - 1]
+        )
+        found = pool.runner.run(step, pool.tables, pool.last)
+    else:
+        found = pool.read((0, other, 0), *((1, [t], at) for at, t in enumerate(rest, 4)))
+    expected = [expected_after(model, other)[0]]
+    expected += [expected_after(model, tokens[:end])[0] for end in range(5, len(tokens) + 1)]
+    assert_near(found, torch.stack(expected))
+
+
+def test_every_row_may_have_one_token_that_the_host_knows_in_a_recorded_bucket():
+    model, all_tokens = make("llama"), texts(5, 6)
+    pool = Pool(model, slots=5)
+    for _ in range(2):
+        pool.read(*((slot, tokens[:3], 0) for slot, tokens in enumerate(all_tokens)))
+    found = pool.read(*((slot, tokens[3:4], 3) for slot, tokens in enumerate(all_tokens)))
+    assert_near(found, torch.stack([expected_after(model, t[:4])[0] for t in all_tokens]))
+
+
+def test_a_step_that_chooses_has_the_tokens_of_its_logits():
+    model, (long, short) = make("llama"), texts(2, 12)
+    pool = Pool(model)
+    choice = Choice([0.0, 1.0], [5, 1], [1.0, 1.0], [0.0, 0.5])  # both the argmax
+    step = Step([*long, *short], [len(long), len(short)], [0, 0], [2, 1], [True, True])
+    for _ in range(2):  # as it comes, then by a bucket
+        logits = pool.runner.run(step, pool.tables, pool.last).clone()
+        tokens = pool.runner.run_and_choose(step, pool.tables, pool.last, choice)
+        assert tokens.tolist() == logits.argmax(dim=-1).tolist() == pool.last[[2, 1]].tolist()
+    kept = pool.last.clone()
+    step = Step([LAST] * 2, [1] * 2, [len(long), len(short)], [2, 1], [True] * 2)
+    pool.last[[2, 1]] = 3
+    logits = pool.runner.run(step, pool.tables, pool.last).clone()
+    tokens = pool.runner.run_and_choose(step, pool.tables, pool.last, choice)
+    assert tokens.tolist() == logits.argmax(dim=-1).tolist() == pool.last[[2, 1]].tolist()
+    others = [0, 3, 4, 5, 6, 7]  # rows that are not there choose nothing
+    assert pool.last[others].tolist() == kept[others].tolist()
 
 
 def test_two_layers_in_low_precision_are_as_near_to_float64_as_the_model_is():
@@ -180,6 +290,16 @@ def test_exact_numbers_depend_on_nothing_else_in_the_step(family):
     more = [(slot, 1, 2) for slot in range(len(others))]
     assert torch.equal(crowd.decode((8, tokens[-1], 29), *more)[0], last[0])
     assert torch.equal(crowd.kept(8, 30), alone.kept(3, 30))
+
+
+def test_a_runner_keeps_no_hold_of_autograd():
+    """It would tie a parameter's gradient to the stream that the runner was made on."""
+    model = make("llama").requires_grad_(True)
+    acceleration.join_weights(model)
+    forward = Pool(model).runner._forward
+    products = [p for layer in forward.layers for p in layer if hasattr(p, "weights")]
+    assert any(len(p.weights) < len(p.sizes) for p in products)  # some are joined
+    assert all(weight.grad_fn is None for p in products for weight in p.weights)
 
 
 def test_weights_that_are_changed_or_moved_are_followed():
@@ -224,6 +344,8 @@ def test_pages_that_kernels_cannot_read_and_models_they_do_not_take_are_refused(
     config = FAMILIES["plain"]
     assert why_not_pages(PagedCache(config, 1, 48)) is None
     assert why_not_pages(PagedCache(config, 1, 24)) == "pages of no multiple of 16 tokens"
+    cache = PagedCache(config, 1, 16, kv_dtype="int8")
+    assert why_not_pages(cache) == "keys and values in int8"
     model = build(FAMILIES["mixtral"], dtype=torch.float32)
     with pytest.raises(ValueError, match="does not take MoE in the config"):
         GPUStep(model, PagedCache(model.config, 1, 16), rows=1, max_kv_len=16)
@@ -237,7 +359,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu_without_spilling():
     assert not spilled
     assert {name for name, _ in lines} == {
         *("embed", "add_norm", "gate", "norm_rope_write", "paged_attention", "combine_splits"),
-        *("_invariant_linear_kernel", "choose_token"),
+        *("_invariant_linear_kernel", "group_maxima", "collect", "draw"),
     }
 
 
@@ -274,3 +396,14 @@ def test_fifty_greedy_tokens_are_those_of_the_plain_path(prompts, exact, monkeyp
     monkeypatch.setattr(acceleration, "make_runner", lambda *_, **__: None)
     plain = generate(model, prompts, max_new_tokens=50, sampling=GREEDY)
     assert [row.token_ids for row in fast] == [row.token_ids for row in plain]
+
+
+def test_rows_of_one_slot_that_follow_each_other_have_the_models_numbers():
+    """As scored tokens are read: the logits after each, in one step."""
+    model = make("llama")
+    pool, (tokens, other) = Pool(model), texts(2, 23)
+    rows = [(3, tokens[:9], 0), *((3, [token], at) for at, token in enumerate(tokens[9:], 9))]
+    found = pool.read((1, other, 0), *rows)
+    expected = [expected_after(model, other)[0]]
+    expected += [expected_after(model, tokens[:end])[0] for end in range(9, len(tokens) + 1)]
+    assert_near(found, torch.stack(expected))

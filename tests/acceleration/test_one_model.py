@@ -467,4 +467,4 @@ def test_on_a_gpu_a_recorded_step_is_dropped_when_a_hook_is_put_on():
     listener = Listener(model.layers[1].ffn.w2)
     list(pieces)
     listener.remove()
-    assert listener.after >= 10
+    assert listener.after == 9  # all but the step that was on its way

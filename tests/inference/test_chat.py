@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from inference.tiny import byte_tokenizer
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import FORMATS, Message, chat_format, what_fits
+from scratchlm.tokenizer.chat_template import ChatTemplate
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA3 = (
@@ -111,3 +112,23 @@ def test_the_oldest_turns_are_left_out_until_the_rest_fits():
         assert kept[1].role == "user"
     with pytest.raises(ValueError, match="the message must fit 20 tokens of context; got"):
         what_fits(chat, talk, tokenizer, 20)
+
+
+def test_the_models_own_template_comes_first():
+    tokenizer = byte_tokenizer(*CHATML)
+    template = ChatTemplate(
+        {"default": "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"},
+        {"eos_token": "<|im_end|>"},
+    )
+    chat = chat_format(tokenizer, template=template)
+    assert chat.name == "template"
+    assert (
+        tokenizer.decode(chat.encode([Message("user", "hi")], tokenizer)) == "[user] hi<|im_end|>"
+    )
+    assert tokenizer.special_tokens["<|im_end|>"] in chat.end_ids(tokenizer)
+    assert what_fits(chat, [Message("user", "a" * 99), Message("user", "b")], tokenizer, 20) == [
+        Message("user", "b")
+    ]
+    assert chat_format(tokenizer, "chatml", template).name == "chatml"
+    with pytest.raises(ScratchLMError, match="without a chat template"):
+        chat_format(tokenizer, "template")

@@ -12,6 +12,7 @@ from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm import acceleration
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli import app
+from scratchlm.cli.errors import one_line
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,27 @@ def test_json_holds_every_sample_with_its_tokens_and_logprobs(run):
         assert all(len(entry["best"]) == 2 for entry in record["logprobs"])
     alone = call(*["generate", run, "-p", "ab", "--max-new-tokens", "5", "--seed", "5", "--json"])
     assert json.loads(alone.stdout)["token_ids"] == records[2]["token_ids"]
+
+
+def test_speculation_changes_no_greedy_text_and_says_what_it_cannot(run, tmp_path):
+    options = ["generate", run, "-p", "ababab", "--max-new-tokens", "20", "--temperature", "0"]
+    expected = call(*options)
+    assert expected.exit_code == 0
+    for more in (["--draft", run], ["--speculate", "lookup"], ["--speculate", "off"]):
+        found = call(*options, *more)
+        assert (found.exit_code, found.stdout) == (0, expected.stdout)
+    slow = call(*options, "--speculate", "lookup", "--no-accelerate")
+    assert slow.stdout == expected.stdout
+    assert "warning: speculation gains nothing" in slow.stderr
+    other = save(tmp_path, byte_tokenizer("<|end|>"))
+    for more, message in (
+        (["--speculate", "draft"], "--speculate draft needs a draft model"),
+        (["--speculate", "guess"], "--speculate must be one of off, lookup, draft; got 'guess'"),
+        (["--draft", run, "--no-cache"], "speculation needs the cache; got --no-cache"),
+        (["--temperature", "1", "--draft", run, "--beam", "2"], "have no effect with --beam"),
+        (["--draft", other], "its tokens are not those of"),
+    ):
+        assert message in one_line(call(*options, *more).exception)
 
 
 def test_beam_prints_the_best(run):

@@ -95,7 +95,7 @@ def test_the_dtype_is_the_stored_one_unless_another_is_asked_for(tmp_path):
 
 
 def test_what_is_no_model_is_one_line(tmp_path):
-    with pytest.raises(ScratchLMError, match="no such run, checkpoint or Hugging Face directory"):
+    with pytest.raises(ScratchLMError, match=r"no such run, checkpoint, .* or GGUF file"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ScratchLMError, match="must be a run with a checkpoint"):
         load_model(tmp_path)

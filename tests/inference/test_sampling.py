@@ -12,8 +12,8 @@ from scratchlm.inference import GREEDY, Sampling, uniform
 from scratchlm.inference.device_sampling import (
     NOTHING,
     Settings,
-    _draw,
     choose,
+    draw,
     logprobs,
     masked,
     shifted,
@@ -117,7 +117,7 @@ def test_a_draw_depends_on_seed_and_step_and_lies_in_range():
 def test_draw_inverts_the_distribution_function():
     p = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert _draw(p.double().expand(6, -1), numbers).tolist() == [1, 1, 3, 3, 4, 4]
+    assert draw(p.double().expand(6, -1), numbers).tolist() == [1, 1, 3, 3, 4, 4]
 
 
 def test_the_largest_draw_gives_a_valid_token():
@@ -126,7 +126,7 @@ def test_the_largest_draw_gives_a_valid_token():
     p[:, -3:] = 0
     p = p / p.sum(-1, keepdim=True)
     numbers = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
-    assert all(token < 30 for token in _draw(p, numbers).tolist())
+    assert all(token < 30 for token in draw(p, numbers).tolist())
 
 
 def test_temperature_zero_and_top_k_one_are_greedy():

@@ -8,7 +8,7 @@ Nothing else needs this room: without it everything works, slower.
 """
 
 # The accelerated layers enter themselves in the table as they are imported.
-from scratchlm.accelerate import attention, layers, models  # noqa: F401
+from scratchlm.accelerate import attention, layers, models, quantized  # noqa: F401
 from scratchlm.accelerate.apply import Row, accelerate, explain, plain
 from scratchlm.accelerate.table import FUSIONS, Fusion, why_not_plain
 

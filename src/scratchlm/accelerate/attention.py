@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scratchlm.accelerate import conditions, fp8, hopper
+from scratchlm.accelerate.adapters import add_adapters
 from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import ForwardContext, MultiHeadSelfAttention, RotaryEmbedding
@@ -132,6 +133,7 @@ QKV_NORM_ROPE = Fusion(
     keeps="x, Q, K, V, and Q and K as projected",
     kernels=("_qkv_norm_rope_kernel", "_qkv_norm_rope_backward_kernel"),
     gain="Qwen3-0.6B 3.7 %, Qwen3-1.7B 1.7 %",
+    adds_adapters=True,
 )
 QKV_JOINED = Fusion(
     "qkv_joined",
@@ -141,6 +143,7 @@ QKV_JOINED = Fusion(
     ops=("linear",),
     condition=_why_no_qkv_joined,
     keeps="x, Q, K, V",
+    adds_adapters=True,
 )
 
 
@@ -190,8 +193,9 @@ class AcceleratedAttention(MultiHeadSelfAttention):
         """Return [W_Q x; W_K x; W_V x] in one product."""
         product = fp8.linear if self.fp8 and fp8.is_on(x) else F.linear
         weight = joined_weight(self.shadow, self._weights, conditions.compute_dtype(x))
-        biases = [self.q_proj.bias, self.k_proj.bias, self.v_proj.bias]
-        return product(x, weight, joined_bias(self._weights, biases))
+        linears = [self.q_proj, self.k_proj, self.v_proj]
+        bias = joined_bias(self._weights, [linear.bias for linear in linears])
+        return add_adapters(product(x, weight, bias), x, linears)
 
     @property
     def _weights(self) -> list[Tensor]:

@@ -19,7 +19,6 @@ import ctypes
 from array import array
 from itertools import chain
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +27,17 @@ from torch import Tensor, nn
 
 from scratchlm import config as kinds
 from scratchlm.accelerate.decoding import Unchanged, why_not_cpu
+from scratchlm.accelerate.quantized import CPU_FORMATS, SOURCE
 from scratchlm.model import TransformerLM
+from scratchlm.model.layers import TiedHead
 from scratchlm.ops import native
 from scratchlm.paged import PagedCache, Step
+from scratchlm.quantization.layers import QuantizedLayer
 
-SOURCE = Path(__file__).parent / "kernels" / "cpu" / "step.cpp"
 NORMS: dict[type, int] = {kinds.NoNorm: 0, kinds.RMSNorm: 1, kinds.LayerNorm: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 LAYOUTS = {"interleaved": 1, "half": 2}
+KV_KINDS = {None: 0, "int8": 1, "fp8": 2}
 
 # The structures of step.cpp
 
@@ -47,7 +49,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("weight", _Address), ("bias", _Address)]
+    _fields_ = [("weight", _Address), ("bias", _Address), ("format", _Size)]
 
 
 class _Layer(ctypes.Structure):
@@ -58,20 +60,23 @@ class _Layer(ctypes.Structure):
         ("out", _Linear),
         ("norm2", _Norm),
         *((name, _Linear) for name in ("up", "gate", "down")),
-        *((name, _Address) for name in ("keys", "values")),
+        *((name, _Address) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", _Size),
     ]
 
 
 _SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
-_KINDS = ("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size")
-_LISTS = ("tokens", "counts", "starts", "slots", "chooses")
+_KINDS = (
+    *("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size", "kv_kind"),
+)
+_LISTS = ("tokens", "counts", "starts", "slots", "num_logits")
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, _Size) for name in _SIZES + _KINDS),
-        *((name, _Address) for name in ("embeddings", "positions", "cos", "sin")),
+        ("embeddings", _Linear),
+        *((name, _Address) for name in ("positions", "cos", "sin")),
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
         ("head", _Linear),
@@ -122,13 +127,14 @@ class CPURunner:
         tables: Int[Tensor, "slots max_pages"],
         last: Int[Tensor, " slots"],
     ) -> Float[Tensor, "choosing vocab"]:
-        """Write the keys and values of the new tokens; return logits of the rows that choose."""
+        """Write the keys and values of the new tokens; return the logits that are asked for."""
         _check(step, tables, last)
-        choosing = sum(step.chooses)
+        num_logits = step.num_logits
+        choosing = sum(num_logits)
         if len(self._logits) < choosing:
             self._logits = torch.empty(choosing, self.model.config.vocab_size)
-        lists = [array("q", x) for x in (step.tokens, step.counts, step.starts, step.slots)]
-        lists.append(array("b", step.chooses))
+        given = (step.tokens, step.counts, step.starts, step.slots, num_logits)
+        lists = [array("q", x) for x in given]
         passed = self._step
         passed.rows = len(step.counts)
         passed.num_slots, passed.max_pages = tables.shape
@@ -158,10 +164,7 @@ class CPURunner:
         self._bound = self._addresses()
         self._storages = [tensor.detach() for tensor in self._held]  # kept, if weights move
         layers: Any = model.layers
-        made = [
-            _layer(layer, keys, values)
-            for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True)
-        ]
+        made = [_layer(layer, cache, i) for i, layer in enumerate(layers)]
         self._layers = (_Layer * len(made))(*made)
         rope = model.rope
         ffn = config.ffn
@@ -176,7 +179,8 @@ class CPURunner:
             rope=0 if rope is None else LAYOUTS[rope.layout],
             num_pages=cache.num_pages,
             page_size=cache.page_size,
-            embeddings=_address(model.token_embeddings.weight),
+            kv_kind=KV_KINDS[cache.kv_dtype],
+            embeddings=_linear(model.token_embeddings),
             positions=_address(table),
             cos=None if rope is None else _address(rope.cos),
             sin=None if rope is None else _address(rope.sin),
@@ -187,8 +191,10 @@ class CPURunner:
         self._passed_model, self._passed_step = ctypes.byref(self._model), ctypes.byref(self._step)
 
 
-def _layer(layer: Any, keys: Tensor, values: Tensor) -> _Layer:
+def _layer(layer: Any, cache: PagedCache, number: int) -> _Layer:
     attn, ffn = layer.attn, layer.ffn
+    scales = (cache.key_scales, cache.value_scales)
+    of_keys, of_values = (None if s is None else _address(s[number]) for s in scales)
     return _Layer(
         norm1=_norm(layer.ln1),
         q=_linear(attn.q_proj),
@@ -201,8 +207,10 @@ def _layer(layer: Any, keys: Tensor, values: Tensor) -> _Layer:
         up=_linear(ffn.w1),
         gate=_linear(getattr(ffn, "w3", None)),
         down=_linear(ffn.w2),
-        keys=_address(keys),
-        values=_address(values),
+        keys=cache.keys[number].data_ptr(),
+        values=cache.values[number].data_ptr(),
+        key_scales=of_keys,
+        value_scales=of_values,
         window=attn.sliding_window or 0,
     )
 
@@ -210,7 +218,11 @@ def _layer(layer: Any, keys: Tensor, values: Tensor) -> _Layer:
 def _linear(module: nn.Module | None) -> _Linear:
     if module is None:
         return _Linear()
-    return _Linear(_address(module.weight), _address(getattr(module, "bias", None)))
+    bias = _address(getattr(module, "bias", None))
+    owner: Any = module.tied_to[0] if isinstance(module, TiedHead) else module
+    if isinstance(owner, QuantizedLayer):
+        return _Linear(owner.stored.data_ptr(), bias, CPU_FORMATS[owner.format.name])
+    return _Linear(_address(owner.weight), bias)
 
 
 def _norm(module: nn.Module | None) -> _Norm:

@@ -22,6 +22,8 @@ from scratchlm.model import TransformerLM
 from scratchlm.model.layers import PositionTables
 from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
+from scratchlm.quantization.layers import QuantizedLayer
+from scratchlm.quantization.layouts import PANELS
 
 # Fields of a config and of its parts that both runners handle.
 HANDLED: dict[type, set[str]] = {
@@ -82,21 +84,30 @@ def why_not_model(model: TransformerLM) -> str | None:
     weights = list(model.parameters())
     if any(type(weight) is not nn.Parameter or not weight.is_contiguous() for weight in weights):
         return "weights that are not plain contiguous parameters"
-    if {weight.dtype for weight in weights} - {weights[0].dtype} or weights[0].dtype not in DTYPES:
+    dtypes = {weight.dtype for weight in (*weights, model.token_embeddings.weight)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return "weights that are not all bfloat16, all float16 or all float32"
+    return None
+
+
+def why_not_panels(model: TransformerLM) -> str | None:
+    """Return which quantised layer the CPU's kernels cannot read, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer) and module.layout != PANELS:
+            return f"{name} in {module.format.name}, not in panels"
     return None
 
 
 def why_not_cpu(model: TransformerLM) -> str | None:
     """Return why the CPU runner cannot take this model here, or None when it can."""
-    from scratchlm.accelerate.cpu_runner import SOURCE
+    from scratchlm.accelerate.quantized import SOURCE
 
     weight = model.token_embeddings.weight
     if weight.device.type != "cpu":
         return "a model that is not on a CPU"
     if weight.dtype != torch.float32:
         return "weights that are not float32"
-    reason = why_not_model(model)
+    reason = why_not_model(model) or why_not_panels(model)
     if reason is None and native.library(SOURCE) is None:
         return f"a model without C++ kernels ({native.why_not(SOURCE)})"
     return reason
@@ -113,6 +124,8 @@ def why_not_gpu(model: TransformerLM) -> str | None:
         return "a GPU older than compute capability 8.0"
     if find_spec("triton") is None:
         return "an installation without triton"
+    if any(isinstance(module, QuantizedLayer) for module in model.modules()):
+        return "quantised weights"
     return why_not_model(model)
 
 

@@ -27,6 +27,9 @@ from scratchlm.model.transformer import TransformerLM
 from scratchlm.paged import PagedCache
 
 FULL = 4224  # programs that keep a large GPU busy to the end, though rows differ in length
+PROMPT_PROGRAMS = 2048  # enough for prompts, whose programs all have much to do
+PROMPT_KEYS = 512  # that one program takes of a prompt's, at least
+FEW_TOKENS = 192
 SPLIT_KEYS = 128, 1024  # that one program takes of a row's, at least and at most
 
 
@@ -96,16 +99,25 @@ class FlatForward:
 
     # How attention is cut
 
-    @property
-    def block_q(self) -> int:
-        """New tokens of one row that a tile of a prompt takes."""
-        lines = 16 if self.exact else 128 if self.dtype.itemsize == 2 else 32
-        return max(1, lines // power_of_two(self.group))
+    def block_q(self, tokens: int) -> int:
+        """New tokens of one row that a tile of a prompt takes, in a step of so many."""
+        lines = 32 if tokens <= FEW_TOKENS or self.dtype.itemsize == 4 else 128
+        return max(1, (16 if self.exact else lines) // power_of_two(self.group))
+
+    def prompt_tiles(self, table: Tensor, tokens: int, max_kv_len: int) -> Tiles:
+        """Return tiles of a prompt; where they are few and their keys many, these are split."""
+        block_q = self.block_q(tokens)
+        programs = max(1, tokens // block_q) * self.kv_heads
+        splits = min(-(-max_kv_len // PROMPT_KEYS), PROMPT_PROGRAMS // programs)
+        if self.exact or splits < 2:
+            return Tiles(table, block_q)
+        keys = -(-max_kv_len // splits // 64) * 64
+        return Tiles(table, block_q, -(-max_kv_len // keys), keys)
 
     def decoding_tiles(self, table: Tensor, max_kv_len: int) -> Tiles:
         """Return tiles of one token each, their keys split so that the GPU is full."""
         if self.exact:
-            return Tiles(table, self.block_q)
+            return Tiles(table, self.block_q(table.shape[1]))
         programs = table.shape[1] * self.kv_heads
         least, most = SPLIT_KEYS
         keys = max(least, min(most, power_of_two(-(-max_kv_len * programs // FULL))))
@@ -120,7 +132,7 @@ class FlatForward:
         count = len(x)
         h = torch.empty(count, x.shape[1], dtype=self.dtype, device=x.device)
         q = torch.empty(count, self.heads * self.d_head, dtype=self.dtype, device=x.device)
-        attn_out = torch.empty_like(q)
+        attn_out = torch.zeros_like(q)  # so that tokens that are not there have finite numbers
         for layer in self.layers:
             self._add_norm(x, delta, layer.norm1, h)
             self._norm_rope_write(layer.attn, layer.qkv(h), q, tokens)
@@ -242,9 +254,9 @@ class FlatForward:
         if partial is not None:
             self._launch(
                 self.attention.combine_splits,
-                (count, self.heads),
-                *(partial, lse, out, tiles.table[1]),
-                *(splits, self.heads, self.d_head, d, power_of_two(splits)),
+                (count * tiles.block_q, self.heads),
+                *(partial, lse, out, tiles.table[1], tiles.table[2]),
+                *(splits, self.heads, self.d_head, d, power_of_two(splits), tiles.block_q),
             )
 
 

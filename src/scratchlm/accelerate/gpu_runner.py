@@ -1,19 +1,20 @@
-"""Steps of many requests on a GPU: decoding rows from recordings, prompts as they come.
+"""Steps of many requests on a GPU, recorded as CUDA graphs.
 
     runner = GPURunner(model, cache, max_rows=256)
     logits = runner.run(step, tables, last)
+    tokens = runner.run_and_choose(step, tables, last, choice)
 
-A step in which every row decodes one token is a CUDA graph, recorded at its first use for a bucket
-of rows and of keys, and kept: rows come and go by what the host writes into the graph's one input,
-slots, positions and page tables. Few rows go through the matrix-vector kernels (`gpu_decode.py`),
-more through matrix products (`flat_forward.py`). A step with parts of prompts is launched kernel by
-kernel: its products are large. The host never waits for the device here.
+A step in which every row decodes one token is recorded at its first use for a bucket of rows and of
+keys, and kept: rows come and go by what the host writes into the graph's one input, slots,
+positions and page tables. Few rows go through the matrix-vector kernels (`gpu_decode.py`), more
+through matrix products (`flat_forward.py`). A step with parts of prompts is launched kernel by
+kernel at its first use for a bucket of tokens and of keys, and recorded at its second. Choosing the
+tokens is part of the recording. The host never waits for the device here.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,38 +23,36 @@ import torch
 from torch import Tensor
 
 from scratchlm.accelerate.decoding import Unchanged
-from scratchlm.accelerate.flat_forward import FlatForward, FlatTokens, Tiles, block_keys
+from scratchlm.accelerate.flat_forward import FlatForward, FlatTokens, block_keys
 from scratchlm.accelerate.gpu_decode import GPUStep
+from scratchlm.accelerate.kernels import launches_for
 from scratchlm.accelerate.kernels.triton.decode_tiles import MAX_ROWS
+from scratchlm.accelerate.recorded_step import Field, RecordedStep, StepInput
 from scratchlm.model import TransformerLM
-from scratchlm.paged import LAST, PagedCache, Step
+from scratchlm.paged import LAST, Choice, PagedCache, Step
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # then by 64
+TOKEN_BUCKETS = (*(n << i for i in range(6) for n in (128, 192)), 8192)
 SHORTEST = 256  # keys of the first bucket; each further one has twice as many
 
 
 def why_not_pages(cache: PagedCache) -> str | None:
-    """Return why kernels cannot read pages of this size, or None."""
+    """Return why kernels cannot read pages of this cache, or None."""
+    if cache.kv_dtype is not None:
+        return f"keys and values in {cache.kv_dtype}"
     return None if block_keys(cache.page_size) >= 16 else "pages of no multiple of 16 tokens"
 
 
-@dataclass
-class _Recording:
-    """A graph, its input (slots, positions, page tables) and its output."""
+@dataclass(frozen=True)
+class _Sizes:
+    """The most that a step with parts of prompts may have of each."""
 
-    input: Tensor  # int32
+    tokens: int
     rows: int
-    pages: int
-    logits: Tensor
-    work: Callable[[], None]
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def replay(self) -> None:
-        """Do it again, or for the first time where nothing is recorded."""
-        if self.graph is None:
-            self.work()
-        else:
-            self.graph.replay()
+    prompt_tiles: int
+    decoding: int  # rows
+    choosing: int  # rows
+    max_kv_len: int
 
 
 class GPURunner:
@@ -85,9 +84,10 @@ class GPURunner:
             *(model.token_embeddings, model.layers[0].attn.q_proj),  # type: ignore[union-attr]
             *(model.layers[-1].ffn.w2, model.lm_head),  # type: ignore[union-attr]
         )
+        self.chooses = launches_for(weight)
         self._bound: tuple[int, ...] = ()
         self._forward: FlatForward
-        self._recorded: dict[tuple[int, int], _Recording]
+        self._recorded: dict[Any, RecordedStep | None]  # None: seen once
         self._pool: Any  # of the graphs' memory
         self._bind()
 
@@ -99,6 +99,7 @@ class GPURunner:
     def _addresses(self) -> tuple[int, ...]:
         return (self.cache.keys.data_ptr(), *(m.weight.data_ptr() for m in self._watched))
 
+    @torch.no_grad()  # a view of a parameter would keep autograd's hold on it, and on its stream
     def _bind(self) -> None:
         """Take note of where weights and pages lie; what was recorded for other places goes."""
         self._bound, self._recorded, self._pool = self._addresses(), {}, None
@@ -108,45 +109,48 @@ class GPURunner:
             rows, config.vocab_size, dtype=self._forward.dtype, device=self.device
         )
 
-    @torch.inference_mode()
     def run(self, step: Step, tables: Tensor, last: Tensor) -> Tensor:
-        """Write keys and values of the new tokens; return logits of the rows that choose."""
+        """Write keys and values of the new tokens; return the logits that are asked for."""
+        return self._run(step, tables, last, None).logits[: sum(step.num_logits)]
+
+    def run_and_choose(self, step: Step, tables: Tensor, last: Tensor, choice: Choice) -> Tensor:
+        """Do the same, and choose: return the tokens, which `last` has then too."""
+        assert not step.num_proposed, "what follows proposals is chosen from logits"
+        tokens = self._run(step, tables, last, choice).tokens
+        assert tokens is not None
+        return tokens[: sum(step.chooses)]
+
+    @torch.inference_mode()
+    def _run(self, step: Step, tables: Tensor, last: Tensor, choice: Choice | None) -> RecordedStep:
         if self._addresses() != self._bound:
             self._bind()
+        arrays = {} if choice is None else _choice_arrays(step, choice)
         count = len(step.slots)
         if len(step.tokens) == count and all(step.chooses) and set(step.tokens) == {LAST}:
-            return self._decode(step, tables, last)
-        return self._read(step, tables, last)
+            return self._decode(step, tables, last, arrays)
+        return self._read(step, tables, last, arrays)
 
     # Decoding
 
-    def _decode(self, step: Step, tables: Tensor, last: Tensor) -> Tensor:
+    def _decode(
+        self, step: Step, tables: Tensor, last: Tensor, choice: dict[str, Any]
+    ) -> RecordedStep:
         count, longest = len(step.slots), max(step.starts) + 1
-        recording = self._recording(count, longest, last)
-        rows, pages = recording.rows, recording.pages
-        host = _host_buffer(recording.input.numel(), self.device)
-        view = host.numpy()
-        view[:count], view[count:rows] = step.slots, 0
-        view[rows : rows + count], view[rows + count : 2 * rows] = step.starts, -1
-        known = min(pages, tables.shape[1])
-        table = view[2 * rows :].reshape(rows, pages)
-        table[:count, :known] = tables.numpy()[step.slots, :known]
-        recording.input.copy_(host, non_blocking=True)
-        recording.replay()
-        return recording.logits[:count]
-
-    def _recording(self, count: int, longest: int, last: Tensor) -> _Recording:
         rows = row_bucket(count, self.max_rows)
         max_kv_len = length_bucket(longest, self.model.config.context_length)
-        found = self._recorded.get((rows, max_kv_len))
+        key = rows, max_kv_len, bool(choice)
+        found = self._recorded.get(key)
         if found is None:
-            found = self._recorded[rows, max_kv_len] = self._record(rows, max_kv_len, last)
+            found = self._recorded[key] = self._record(*key, last)
+        table = tables.numpy()[step.slots, : self._pages(max_kv_len)]
+        found.given.send(slots=step.slots, positions=step.starts, tables=table, **choice)
+        found.run()
         return found
 
-    def _record(self, rows: int, max_kv_len: int, last: Tensor) -> _Recording:
+    def _record(self, rows: int, max_kv_len: int, chooses: bool, last: Tensor) -> RecordedStep:
         if rows <= MAX_ROWS and not self.exact:
             try:
-                return self._capture(self._few_rows(rows, max_kv_len, last, self.pdl))
+                return self._capture(self._few_rows(rows, max_kv_len, chooses, last, self.pdl))
             except RuntimeError as error:
                 if not self.pdl:
                     raise
@@ -155,100 +159,195 @@ class GPURunner:
                 )
                 torch.cuda.synchronize()
                 self.pdl = False
-                return self._capture(self._few_rows(rows, max_kv_len, last, pdl=False))
-        return self._capture(self._many_rows(rows, max_kv_len, last))
+                return self._capture(self._few_rows(rows, max_kv_len, chooses, last, pdl=False))
+        return self._capture(self._many_rows(rows, max_kv_len, chooses, last))
 
-    def _new_input(self, rows: int, max_kv_len: int) -> tuple[Tensor, int]:
-        pages = -(-max_kv_len // self.cache.page_size)
-        made = torch.zeros(rows * (2 + pages), dtype=torch.int32, device=self.device)
-        made[rows : 2 * rows] = -1  # no row is there
-        return made, pages
+    def _pages(self, max_kv_len: int) -> int:
+        return -(-max_kv_len // self.cache.page_size)
 
-    def _few_rows(self, rows: int, max_kv_len: int, last: Tensor, pdl: bool) -> _Recording:
+    def _decode_input(self, rows: int, max_kv_len: int, chooses: bool) -> StepInput:
+        fields = {
+            "slots": Field((rows,)),
+            "positions": Field((rows,), neutral=-1),  # no row is there
+            "tables": Field((rows, self._pages(max_kv_len))),
+            **(_choice_fields(rows) if chooses else {}),
+        }
+        return StepInput(fields, self.device)
+
+    def _few_rows(
+        self, rows: int, max_kv_len: int, chooses: bool, last: Tensor, pdl: bool
+    ) -> RecordedStep:
         """Return a step by the matrix-vector kernels."""
         step = GPUStep(self.model, self.cache, rows=rows, max_kv_len=max_kv_len, pdl=pdl)
-        given, pages = self._new_input(rows, max_kv_len)
-        step.lengths = given[rows : 2 * rows]
-        step.tables = given[2 * rows :].view(rows, pages)
+        given = self._decode_input(rows, max_kv_len, chooses)
+        step.lengths, step.tables = given["positions"], given["tables"]
 
         def work() -> None:
-            torch.index_select(last, 0, given[:rows], out=step.ids)
+            torch.index_select(last, 0, given["slots"], out=step.ids)
             step.run()
 
-        return _Recording(given, rows, pages, step.logits, work)
+        return self._then_choose(RecordedStep(given, work, step.logits), last)
 
-    def _many_rows(self, rows: int, max_kv_len: int, last: Tensor) -> _Recording:
+    def _many_rows(self, rows: int, max_kv_len: int, chooses: bool, last: Tensor) -> RecordedStep:
         """Return a step by matrix products."""
-        given, pages = self._new_input(rows, max_kv_len)
+        given = self._decode_input(rows, max_kv_len, chooses)
         line = torch.arange(rows, dtype=torch.int32, device=self.device)
         tiles = torch.stack((line, line, torch.ones_like(line)))
         tokens = FlatTokens(
             ids=torch.zeros(rows, dtype=torch.int64, device=self.device),
-            positions=given[rows : 2 * rows],
+            positions=given["positions"],
             rows=line,
-            tables=given[2 * rows :].view(rows, pages),
+            tables=given["tables"],
             tiles=[self._forward.decoding_tiles(tiles, max_kv_len)],
         )
         logits, forward = self._logits[:rows], self._forward
 
         def work() -> None:
-            torch.index_select(last, 0, given[:rows], out=tokens.ids)
+            torch.index_select(last, 0, given["slots"], out=tokens.ids)
             forward.run(tokens, logits)
 
-        return _Recording(given, rows, pages, logits, work)
+        return self._then_choose(RecordedStep(given, work, logits), last)
 
-    def _capture(self, recording: _Recording) -> _Recording:
-        """Run once to compile what it needs, with no row there, then record."""
+    def _then_choose(self, step: RecordedStep, last: Tensor) -> RecordedStep:
+        """Let a step whose input says how also choose its tokens."""
+        if "temperature" not in step.given.arrays:
+            return step
+        from scratchlm.accelerate.kernels.triton.choose_token import ChooseBuffers, choose_tokens
+
+        read, given, logits = step.work, step.given, step.logits
+        buffers = ChooseBuffers.of(len(logits), self.device)
+
+        def work() -> None:
+            read()
+            choose_tokens(
+                *(logits, given["temperature"], given["top_k"], given["top_p"], given["numbers"]),
+                *(given["of_slots"], last, buffers),
+            )
+
+        step.work, step.tokens = work, buffers.tokens
+        return step
+
+    def _capture(self, step: RecordedStep) -> RecordedStep:
         if not self.graph or self.device.type != "cuda":
-            return recording
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            recording.work()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                recording.work()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        recording.graph = graph
-        return recording
+            return step
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return step.record(self._pool)
 
     # Prompts
 
-    def _read(self, step: Step, tables: Tensor, last: Tensor) -> Tensor:
-        counts, starts = np.array(step.counts), np.array(step.starts)
+    def _read(
+        self, step: Step, tables: Tensor, last: Tensor, choice: dict[str, Any]
+    ) -> RecordedStep:
+        counts, starts, slots = map(np.array, (step.counts, step.starts, step.slots))
         rows = np.repeat(np.arange(len(counts)), counts)
         first = np.cumsum(counts) - counts  # of each row's new tokens
-        positions = np.arange(len(rows)) - first[rows] + starts[rows]
-        slots = np.array(step.slots)
-        pages = -(-int((starts + counts).max()) // self.cache.page_size)
-        decoding = counts == 1
-        if self.exact:
-            decoding[:] = False
-        prompts = _cut(np.flatnonzero(~decoding), counts, first, self._forward.block_q)
+        decoding = (counts == 1) & (not self.exact)
         single = np.flatnonzero(decoding)
-        decode = np.stack((single, first[single], np.ones_like(single)))
-        chooses = np.array(step.chooses)
-        choosing = (first + counts - 1)[chooses]
-        sent = [step.tokens, slots[rows], positions, rows, tables.numpy()[slots, :pages]]
-        ids, of_slot, at, line, table, prompt_tiles, decode_tiles, chosen = _send(
-            [*map(np.asarray, sent), prompts, decode, choosing], self.device
+        longest = int((starts + counts).max())
+        block = self._forward.block_q(_token_bucket(len(rows)) or len(rows))
+        prompt_tiles = _cut(np.flatnonzero(~decoding), counts, first, block)
+        choosing = np.array(step.logit_indices)
+        found = self._prompt_step(
+            _Sizes(
+                *(len(rows), len(counts), prompt_tiles.shape[1], len(single), len(choosing)),
+                length_bucket(longest, self.model.config.context_length),
+            ),
+            bool(choice),
+            last,
         )
-        is_last = ids == LAST
-        ids = torch.where(is_last, last[of_slot].to(torch.int32), ids)
+        found.given.send(
+            ids=step.tokens,
+            slots=slots[rows],
+            positions=np.arange(len(rows)) - first[rows] + starts[rows],
+            lines=rows,
+            tables=tables.numpy()[slots, : self._pages(longest)],
+            prompt_tiles=prompt_tiles,
+            decode_tiles=np.stack((single, first[single], np.ones_like(single))),
+            choosing=choosing,
+            **choice,
+        )
+        found.run()
+        return found
+
+    def _prompt_step(self, sizes: _Sizes, chooses: bool, last: Tensor) -> RecordedStep:
+        """Return a step of these sizes, or the recorded one of their bucket, where it has room.
+
+        What is scored, and proposals, may be more rows or logits than there are requests.
+        """
+        bucket = _token_bucket(sizes.tokens)
+        if bucket is None or max(sizes.rows, sizes.choosing) > self.max_rows:
+            return self._mixed(sizes, chooses, last)
+        key = "prompts", bucket, sizes.max_kv_len, chooses
+        if key not in self._recorded:
+            self._recorded[key] = None
+            return self._mixed(sizes, chooses, last)
+        found = self._recorded[key]
+        if found is None:
+            rows = self.max_rows
+            decoding = 0 if self.exact else rows  # all, where the host knows some of their tokens
+            tiles = bucket // self._forward.block_q(bucket) + rows
+            most = _Sizes(
+                *(bucket, rows, tiles, decoding, rows),
+                sizes.max_kv_len,
+            )
+            found = self._recorded[key] = self._capture(self._mixed(most, chooses, last))
+        return found
+
+    def _mixed(self, sizes: _Sizes, chooses: bool, last: Tensor) -> RecordedStep:
+        """Return a step with parts of prompts, and decoding rows beside them."""
+        tokens, forward = sizes.tokens, self._forward
+        fields = {
+            "ids": Field((tokens,)),
+            "slots": Field((tokens,)),
+            "positions": Field((tokens,), neutral=-1),
+            "lines": Field((tokens,)),
+            "tables": Field((sizes.rows, self._pages(sizes.max_kv_len))),
+            "prompt_tiles": Field((3, -(-sizes.prompt_tiles // 4) * 4)),  # lines are aligned too
+            "decode_tiles": Field((3, -(-sizes.decoding // 4) * 4)),
+            "choosing": Field((sizes.choosing,)),
+            **(_choice_fields(sizes.choosing) if chooses else {}),
+        }
+        given = StepInput(fields, self.device)
         tiles = []
-        if prompts.size:
-            tiles.append(Tiles(prompt_tiles, self._forward.block_q))
-        if decode.size:
-            longest = length_bucket(int(starts[single].max()) + 1, self.model.config.context_length)
-            tiles.append(self._forward.decoding_tiles(decode_tiles, longest))
-        tokens = FlatTokens(ids, at, line, table, tiles, chosen)
-        return self._forward.run(tokens)
+        if sizes.prompt_tiles:
+            tiles.append(forward.prompt_tiles(given["prompt_tiles"], tokens, sizes.max_kv_len))
+        if sizes.decoding:
+            tiles.append(forward.decoding_tiles(given["decode_tiles"], sizes.max_kv_len))
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        flat = FlatTokens(
+            *(ids, given["positions"], given["lines"], given["tables"], tiles, given["choosing"])
+        )
+        logits = self._logits[: sizes.choosing]
+        if len(logits) < sizes.choosing:
+            logits = logits.new_empty(sizes.choosing, logits.shape[1])
+
+        def work() -> None:
+            torch.where(given["ids"] == LAST, last[given["slots"]], given["ids"], out=ids)
+            forward.run(flat, logits)
+
+        return self._then_choose(RecordedStep(given, work, logits), last)
+
+
+def _choice_fields(rows: int) -> dict[str, Field]:
+    return {
+        "temperature": Field((rows,), wide=True),
+        "top_p": Field((rows,), wide=True),
+        "numbers": Field((rows,), wide=True),
+        "top_k": Field((rows,)),
+        "of_slots": Field((rows,), neutral=-1),  # no row is there
+    }
+
+
+def _choice_arrays(step: Step, choice: Choice) -> dict[str, Any]:
+    of_slots = [slot for slot, does in zip(step.slots, step.chooses, strict=True) if does]
+    return {
+        "temperature": choice.temperature,
+        "top_p": choice.top_p,
+        "top_k": choice.top_k,
+        "numbers": choice.numbers,
+        "of_slots": of_slots,
+    }
 
 
 def row_bucket(rows: int, max_rows: int) -> int:
@@ -265,25 +364,14 @@ def length_bucket(keys: int, context_length: int) -> int:
     return max(keys, min(bucket, context_length))
 
 
+def _token_bucket(tokens: int) -> int | None:
+    """Return how many tokens a recorded step with so many has; None: it is not recorded."""
+    return next((size for size in TOKEN_BUCKETS if size >= tokens), None)
+
+
 def _cut(rows: Any, counts: Any, first: Any, block: int) -> Any:
     """Cut rows' new tokens into tiles: (3, tiles) of row, first token, how many."""
     pieces = -(-counts[rows] // block)
     row = np.repeat(rows, pieces)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * block
     return np.stack((row, first[row] + begin, np.minimum(counts[row] - begin, block)))
-
-
-def _send(arrays: list[Any], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device as int32, all at once, without waiting."""
-    host = _host_buffer(sum(array.size for array in arrays), device)
-    view, at, pieces = host.numpy(), 0, []
-    for array in arrays:
-        view[at : at + array.size] = array.ravel()
-        pieces.append((at, array.shape))
-        at += array.size
-    there = host.to(device, non_blocking=True)
-    return [there[at : at + int(np.prod(shape))].view(*shape) for at, shape in pieces]
-
-
-def _host_buffer(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scratchlm.accelerate import conditions, fp8, hopper
+from scratchlm.accelerate.adapters import add_adapters
 from scratchlm.accelerate.conditions import joined_bias, joined_weight
 from scratchlm.accelerate.table import Fusion, accelerates
 from scratchlm.model import (
@@ -233,6 +234,7 @@ SWIGLU_GATE = Fusion(
     keeps="x, W1 x, W3 x, h",
     kernels=("_swiglu_gate_kernel", "_swiglu_gate_backward_kernel"),
     gain="GPT-2 124M 3.2 %, Qwen3-0.6B 1.6 %, where swiglu_gemm does not run",
+    adds_adapters=True,
 )
 SWIGLU_JOINED = Fusion(
     "swiglu_joined",
@@ -242,6 +244,7 @@ SWIGLU_JOINED = Fusion(
     ops=("linear",),
     condition=_why_no_joined_swiglu,
     keeps="x, W1 x, W3 x, h",
+    adds_adapters=True,
 )
 
 
@@ -288,7 +291,7 @@ class AcceleratedSwiGLU(SwiGLU):
         weights, biases = [self.w1.weight, self.w3.weight], [self.w1.bias, self.w3.bias]
         product = fp8.linear if self.fp8 and fp8.is_on(x) else F.linear
         weight = joined_weight(self.shadow, weights, conditions.compute_dtype(x))
-        return product(x, weight, joined_bias(weights, biases))
+        return add_adapters(product(x, weight, joined_bias(weights, biases)), x, [self.w1, self.w3])
 
 
 # Block

@@ -9,6 +9,9 @@ gradient as the product left it, in bfloat16. The numbers are those of autocast.
 An accelerated layer has its shadow (`module.shadow`) for the length of a backward pass alone:
 evaluation, generation and anybody's own loop see the model as it is. A matrix that other code
 has changed is rounded anew before the next step.
+
+Matrices that do not learn (the base of an adapter), are bfloat16 already and lie side by side in
+memory are read as one, without a copy.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from scratchlm.accelerate.attention import AcceleratedAttention
+from scratchlm.accelerate.joined_weights import as_one_matrix
 from scratchlm.accelerate.layers import AcceleratedLinear, AcceleratedSwiGLU
-from scratchlm.accelerate.table import has_fast_ops
+from scratchlm.accelerate.table import has_fast_ops, has_plain_adapters, is_plain
 from scratchlm.model import MLP
 
 LOW = torch.bfloat16
@@ -54,6 +58,7 @@ class ShadowWeights:
     def __init__(self, model: nn.Module, *, low_gradients: bool = False) -> None:
         self.low_gradients = low_gradients  # whether the optimizer reads them in bfloat16
         self.groups = list(weight_groups(model))
+        self.frozen = list(frozen_matrices(model))
         self.parts: dict[Tensor, Tensor] = {}  # a matrix -> its rows of a shadow
         self._versions: dict[Tensor, int] = {}  # of the matrix, when the two were equal
         for group in self.groups:
@@ -81,13 +86,14 @@ class ShadowWeights:
     def visible(self) -> Iterator[None]:
         """Let the layers read the shadows; afterwards, hand the gradients to the matrices."""
         visible = [group for group in self.groups if not group.is_observed]
-        for group in visible:
-            group.owner.shadow = group.shadow
+        lent = [(group.owner, group.shadow) for group in visible] + self.frozen
+        for owner, shadow in lent:
+            owner.shadow = shadow
         try:
             yield
         finally:
-            for group in visible:
-                group.owner.shadow = None
+            for owner, _ in lent:
+                owner.shadow = None
         self._hand_over()
 
     def forget_gradients(self) -> None:
@@ -105,6 +111,27 @@ class ShadowWeights:
                     weight.grad = weight.grad.float().add_(part)
                 else:
                     weight.grad = part if self.low_gradients else part.float()
+
+
+def frozen_matrices(model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
+    """Return the layers whose joined matrix does not learn, with that matrix as it lies there."""
+    layers: list[Any] = list(model.layers)  # type: ignore[arg-type]
+    for layer in layers:
+        joined: list[tuple[Any, list[Any]]] = []
+        if isinstance(layer.attn, AcceleratedAttention):
+            attn = layer.attn
+            joined.append((attn, [attn.q_proj, attn.k_proj, attn.v_proj]))
+        if isinstance(layer.ffn, AcceleratedSwiGLU):
+            joined.append((layer.ffn, [layer.ffn.w1, layer.ffn.w3]))
+        for owner, linears in joined:
+            if any(not (is_plain(m) or has_plain_adapters(m)) for m in linears):
+                continue
+            weights = [m.weight for m in linears]
+            if any(weight.requires_grad or weight.dtype != LOW for weight in weights):
+                continue
+            matrix = as_one_matrix(weights)
+            if matrix is not None:
+                yield owner, matrix.detach()
 
 
 def weight_groups(model: nn.Module) -> Iterator[Group]:

@@ -27,6 +27,7 @@ from scratchlm.model import (
     TiedHead,
 )
 from scratchlm.ops import FastOps, Ops
+from scratchlm.quantization.layers import QuantizedLayer
 
 Condition = Callable[[Any, Tensor, Any], str | None]
 
@@ -46,12 +47,14 @@ class Fusion:
     keeps: str = ""  # for the backward pass
     kernels: tuple[str, ...] = ()  # their names in a profile
     gain: str = ""  # of a whole step, by preset: bench/RESULTS.md, "Fusions"
+    adds_adapters: bool = False  # whether it adds the low-rank adapters of what it absorbs
 
     def why_not(self, module: Any, x: Tensor, context: Any = None) -> str | None:
         """Return why this fusion does not run for such a call, or None when it does."""
         if self.name in module.left_out:
             return "left out by `accelerate(without=…)`"
-        reason = why_not_plain(module, self.absorbs, self.ops)  # first: conditions look at parts
+        # first: conditions look at parts
+        reason = why_not_plain(module, self.absorbs, self.ops, self.adds_adapters)
         return self.condition(module, x, context) if reason is None else reason
 
     def runs(self, module: Any, x: Tensor, context: Any = None) -> bool:
@@ -67,6 +70,9 @@ PLAIN_TYPES: list[type[nn.Module]] = [
     *(LayerNorm, MLP, MoE, ExpertLinear, TiedHead),
     *(RotaryEmbedding, SinusoidalPositions, nn.Identity),
 ]
+
+# Classes of Linear layers with low-rank adapters: `terms()` says what they add to W x.
+ADAPTED_TYPES: list[type[nn.Module]] = []
 
 T = TypeVar("T", bound=type[nn.Module])
 
@@ -88,7 +94,10 @@ def accelerates(plain: type[nn.Module], *fusions: Fusion) -> Callable[[T], T]:
 
 
 def why_not_plain(
-    module: nn.Module, absorbs: tuple[str, ...] = (), ops: tuple[str, ...] = ()
+    module: nn.Module,
+    absorbs: tuple[str, ...] = (),
+    ops: tuple[str, ...] = (),
+    adds_adapters: bool = False,
 ) -> str | None:
     """Return why these submodules and ops must be called one by one, or None if nobody can tell."""
     if type(module) not in PLAIN_TYPES:
@@ -101,8 +110,11 @@ def why_not_plain(
         part = getattr(module, name)
         if part is None:
             continue
-        if not is_plain(part):
-            return f"{name} is hooked, replaced, patched or parametrised"
+        if not is_plain(part) and not (adds_adapters and has_plain_adapters(part)):
+            kind = "adapted" if type(part) in ADAPTED_TYPES else "replaced"
+            return f"{name} is hooked, {kind}, patched or parametrised"
+        if isinstance(part, QuantizedLayer):
+            return f"{name} is quantised"
         if not has_fast_ops(part, ops):
             return f"{name} has user-provided ops"
     return None
@@ -110,9 +122,22 @@ def why_not_plain(
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is of our own class, and has neither hooks nor a patched `forward`."""
+    return type(module) in PLAIN_TYPES and _is_unobserved(module)
+
+
+def has_plain_adapters(module: Any) -> bool:
+    """Whether a module is a Linear of ours whose adapters just add s B A x to its product."""
     return (
-        type(module) in PLAIN_TYPES
-        and not module._forward_hooks
+        type(module) in ADAPTED_TYPES
+        and module.unadapted_class in PLAIN_TYPES
+        and _is_unobserved(module)
+        and all(term.magnitude is None and not term.dropout for term in module.terms())
+    )
+
+
+def _is_unobserved(module: nn.Module) -> bool:
+    return (
+        not module._forward_hooks
         and not module._forward_pre_hooks
         and not module._backward_hooks
         and not module._backward_pre_hooks

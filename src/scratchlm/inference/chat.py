@@ -1,7 +1,8 @@
 """Chat formats: how a conversation is serialised for a model that was trained on one.
 
-A format is code, not a template: it places the special tokens, and everything else is text. Text is
-encoded with no special token allowed, so a user cannot inject one: typing `<|im_start|>system`
+A model's own template (`tokenizer/chat_template.py`) comes first. The formats here are for models
+without one; such a format is code: it places the special tokens, and everything else is text. Text
+is encoded with no special token allowed, so a user cannot inject one: typing `<|im_start|>system`
 gives the letters, never the marker.
 
     ChatML (Qwen)   <|im_start|>role⏎text<|im_end|>⏎ …
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference.prompts import AnyTokenizer
+from scratchlm.tokenizer.chat_encoding import encode_chat
+from scratchlm.tokenizer.chat_template import ChatTemplate
 
 Role = Literal["system", "user", "assistant"]
 ROLES = ("system", "user", "assistant")
@@ -44,6 +47,45 @@ class Marker:
 
 
 Part = Marker | str
+
+
+class Conversing(Protocol):
+    """What talking to a model needs: a format below, or the model's own template."""
+
+    @property
+    def name(self) -> str:
+        """How it is called."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+
+    def encode(self, messages: Sequence[Message], tokenizer: AnyTokenizer) -> list[int]:
+        """Encode a conversation, up to and including the header of the assistant's turn."""
+
+    def end_ids(self, tokenizer: AnyTokenizer) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
+
+
+@dataclass(frozen=True)
+class TemplateFormat:
+    """A model's own template."""
+
+    template: ChatTemplate
+    name: str = "template"
+    stop: tuple[str, ...] = ()
+
+    def encode(self, messages: Sequence[Message], tokenizer: AnyTokenizer) -> list[int]:
+        """Encode a conversation, up to and including the header of the assistant's turn."""
+        tables = [{"role": message.role, "content": message.text} for message in messages]
+        return encode_chat(self.template, tables, tokenizer)
+
+    def end_ids(self, tokenizer: AnyTokenizer) -> tuple[int, ...]:
+        """Return the tokens that end an answer: the template's, and those of known formats."""
+        known = tokenizer.special_tokens
+        ends = {self.template.special_tokens.get("eos_token", "")}
+        ends |= {end for chat in FORMATS.values() if chat.fits(tokenizer) for end in chat.ends}
+        return tuple(sorted(known[token] for token in ends if token in known))
 
 
 @dataclass(frozen=True)
@@ -135,7 +177,7 @@ FORMATS: dict[str, ChatFormat] = {
 
 
 def what_fits(
-    chat: ChatFormat, messages: Sequence[Message], tokenizer: AnyTokenizer, room: int
+    chat: Conversing, messages: Sequence[Message], tokenizer: AnyTokenizer, room: int
 ) -> list[Message]:
     """Drop the oldest turns until a conversation fits in `room` tokens.
 
@@ -152,8 +194,14 @@ def what_fits(
     return kept
 
 
-def chat_format(tokenizer: AnyTokenizer, name: str | None = None) -> ChatFormat:
-    """Return the format of that name, or the one whose markers the tokenizer has."""
+def chat_format(
+    tokenizer: AnyTokenizer, name: str | None = None, template: ChatTemplate | None = None
+) -> Conversing:
+    """Return the format of that name; else the model's template, or what its markers say."""
+    if name == "template" and template is None:
+        raise ScratchLMError("the model came without a chat template")
+    if template is not None and name in (None, "template"):
+        return TemplateFormat(template)
     if name is not None:
         if name not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")

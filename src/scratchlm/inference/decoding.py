@@ -15,6 +15,7 @@ that the cache, and the rows beside it, change nothing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypedDict, Unpack
 
@@ -29,8 +30,10 @@ from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Generation, Piece, Row
 from scratchlm.inference.sampling import AS_IS, Sampling
+from scratchlm.inference.speculation import Speculate
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
+from scratchlm.paged import KVDtype
 from scratchlm.threads import share_cores
 
 TOKENS_PER_STEP = 2048
@@ -91,6 +94,9 @@ def stream(
     seed: int | Sequence[int] | None = None,
     num_logprobs: int | None = None,
     past_context: PastContext = "error",
+    draft: TransformerLM | None = None,
+    speculate: Speculate | None = None,
+    kv_dtype: KVDtype | None = None,
     use_cache: bool = True,
     accelerate: bool = True,
 ) -> Iterator[Piece]:
@@ -104,6 +110,9 @@ def stream(
     - `seed`: row i draws with seed + i, or with seed[i]; None means fresh ones.
     - `num_logprobs`: log-probabilities of the chosen token and of the best n (0: none besides).
     - `past_context`: "error" or "slide", see the head of this file.
+    - `draft`: a smaller model that proposes tokens; `speculate="lookup"`: the row's own text does.
+      Several are then verified at once: the same tokens where greedy, the same distribution.
+    - `kv_dtype`: keys and values in 8 bits, "int8" or "fp8"; None: in the weights' dtype.
     - `use_cache=False` computes every step from scratch: the same result, slowly.
     - `accelerate=False` decodes by the model's own forward.
     """
@@ -121,7 +130,12 @@ def stream(
     check_num_logprobs(num_logprobs, model.config.vocab_size)
     if model.token_embeddings.weight.device.type == "cpu":
         share_cores()
-    return _run(model, rows, num_logprobs, use_cache, accelerate)
+    if not use_cache:
+        _check_uncached(draft, speculate, kv_dtype)
+    engine = _engine_for(model, rows, use_cache, accelerate, draft, kv_dtype)
+    if (speculate or engine.speculate) != "off" and engine.why_not_verified is not None:
+        warnings.warn(f"speculation gains nothing: {engine.why_not_verified}", stacklevel=2)
+    return _run(engine, rows, num_logprobs, speculate)
 
 
 class Options(TypedDict, total=False):
@@ -135,6 +149,9 @@ class Options(TypedDict, total=False):
     seed: int | Sequence[int] | None
     num_logprobs: int | None
     past_context: PastContext
+    draft: TransformerLM | None
+    speculate: Speculate | None
+    kv_dtype: KVDtype | None
     use_cache: bool
     accelerate: bool
 
@@ -150,14 +167,11 @@ def generate(
 
 
 def _run(
-    model: TransformerLM,
-    rows: list[Row],
-    num_logprobs: int | None,
-    use_cache: bool,
-    accelerate: bool,
+    engine: Engine, rows: list[Row], num_logprobs: int | None, speculate: Speculate | None
 ) -> Iterator[Piece]:
-    engine = _engine_for(model, rows, use_cache, accelerate)
-    handles = [engine.submit_row(row, num_logprobs=num_logprobs) for row in rows]
+    handles = [
+        engine.submit_row(row, num_logprobs=num_logprobs, speculate=speculate) for row in rows
+    ]
     try:
         while handles:
             engine.step()
@@ -169,14 +183,29 @@ def _run(
             handle.cancel()
 
 
+def _check_uncached(
+    draft: TransformerLM | None, speculate: Speculate | None, kv_dtype: KVDtype | None
+) -> None:
+    if draft is not None or speculate not in (None, "off"):
+        raise ValueError("speculation needs the cache; got use_cache=False")
+    if kv_dtype is not None:
+        raise ValueError(f"kv_dtype={kv_dtype!r} needs the cache; got use_cache=False")
+
+
 def _engine_for(
-    model: TransformerLM, rows: Sequence[Row], use_cache: bool, accelerate: bool
+    model: TransformerLM,
+    rows: Sequence[Row],
+    use_cache: bool,
+    accelerate: bool,
+    draft: TransformerLM | None,
+    kv_dtype: KVDtype | None,
 ) -> Engine:
     """Return an engine that has room for all of these rows at once."""
     context = model.config.context_length
     lengths = [min(row.num_prompt + row.limit, context) for row in rows]
     num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
-    if use_cache and accelerate and model.token_embeddings.weight.is_cuda:
+    usual = use_cache and accelerate and draft is None and kv_dtype is None
+    if usual and model.token_embeddings.weight.is_cuda:
         return engine_of(model, num_pages, len(rows))
     make_runner: MakeRunner | None = None
     if not use_cache:
@@ -188,5 +217,7 @@ def _engine_for(
         max_rows=len(rows),
         max_tokens_per_step=max(TOKENS_PER_STEP, len(rows)),
         accelerate=accelerate,
+        draft=draft,
+        kv_dtype=kv_dtype,
         make_runner=make_runner,
     )

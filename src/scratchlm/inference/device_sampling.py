@@ -24,6 +24,7 @@ from scratchlm import acceleration
 from scratchlm.inference import filters
 from scratchlm.inference.rows import Row
 from scratchlm.inference.sampling import Sampling
+from scratchlm.paged import Choice
 
 NOTHING = -1  # in place of a token
 NO_VALID_TOKEN = (
@@ -36,8 +37,37 @@ Tokens = Int[Tensor, " rows"]
 class Chooser(Protocol):
     """Whoever chooses: a row with its sampling, and how many top log-probabilities it wants."""
 
-    row: Row
+    @property
+    def row(self) -> Row | Ahead:
+        """Tokens so far, and the sampling."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many; None: not even the chosen token's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A row with some proposals behind its tokens, as far as choosing goes."""
+
+    sampling: Sampling
+    num_prompt: int
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ChooserAhead:
+    """Chooses the token behind some proposals of a row."""
+
+    row: Ahead
     num_logprobs: int | None
+
+    @classmethod
+    def of(cls, chooser: Chooser, proposed: Sequence[int]) -> ChooserAhead:
+        """Let a row choose behind these proposals; only penalties look at them."""
+        row = chooser.row
+        ids = [*row.ids, *proposed] if row.sampling.penalizes else ()
+        return cls(Ahead(row.sampling, row.num_prompt, ids), chooser.num_logprobs)
 
 
 @dataclass(frozen=True)
@@ -61,7 +91,7 @@ class Seen:
     rows: Int[Tensor, " some"]
     prompt: Bool[Tensor, "some vocab"]
     answer: Int[Tensor, "some vocab"]
-    by_row: dict[Row, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    by_row: dict[Row | Ahead, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, tokens: Tokens) -> None:
         """Count what these rows have just written."""
@@ -134,6 +164,21 @@ def _is_fused(sampling: Sampling, vocab_size: int) -> bool:
     k = min(sampling.top_k or vocab_size, vocab_size)
     by_k = k <= acceleration.MAX_FUSED_K and k < vocab_size
     return sampling.is_simple and (by_k or (k == vocab_size and sampling.top_p == 1))
+
+
+def choice_of(choosers: Sequence[Chooser], vocab_size: int) -> Choice | None:
+    """Return how rows choose, where temperature, top-k and top-p say it all; no draws yet."""
+    samplings = [chooser.row.sampling for chooser in choosers]
+    if not all(_is_fused(s, vocab_size) for s in samplings):
+        return None
+    if any(chooser.num_logprobs is not None for chooser in choosers):
+        return None
+    return Choice(
+        temperature=[s.temperature for s in samplings],
+        top_k=[min(s.top_k or vocab_size, vocab_size) for s in samplings],
+        top_p=[s.top_p for s in samplings],
+        numbers=[0.0] * len(samplings),
+    )
 
 
 class _Maker:
@@ -212,7 +257,7 @@ def _seen(
     return Seen(tensor(penalised, torch.int64), prompt, answer, by_row)
 
 
-def _count(row: Row, vocab_size: int, tensor: _Maker) -> tuple[Tensor, Tensor]:
+def _count(row: Row | Ahead, vocab_size: int, tensor: _Maker) -> tuple[Tensor, Tensor]:
     prompt, answer = (
         tensor(ids, torch.int64).bincount(minlength=vocab_size)
         for ids in (row.ids[: row.num_prompt], row.ids[row.num_prompt :])
@@ -269,8 +314,13 @@ def choose(
     x = shifted(logits, settings)
     if numbers is None or not settings.draws:
         return _argmax(x)
-    tokens = _draw(masked(x, settings).softmax(dim=-1), numbers)
+    tokens = draw(masked(x, settings).softmax(dim=-1), numbers)
     return tokens if settings.greedy is None else torch.where(settings.greedy, _argmax(x), tokens)
+
+
+def probabilities(logits: Logits, settings: Settings) -> Logits:
+    """Return what every row draws from, after all filters; of a greedy row it means nothing."""
+    return masked(shifted(logits, settings), settings).softmax(dim=-1)
 
 
 def shifted(logits: Logits, settings: Settings) -> Logits:
@@ -308,8 +358,8 @@ def _argmax(logits: Logits) -> Tokens:
     return ids.masked_fill(~values.isfinite(), NOTHING)
 
 
-def _draw(probability: Logits, numbers: Float[Tensor, " rows"]) -> Tokens:
-    """Invert each row's CDF at its number in [0, 1)."""
+def draw(probability: Logits, numbers: Float[Tensor, " rows"]) -> Tokens:
+    """Invert each row's CDF, up to a factor, at its number in [0, 1)."""
     cdf = probability.cumsum(dim=-1)
     total = cdf[:, -1:]
     # Rounding must not carry the target to the total: there is no token beyond it.

@@ -9,6 +9,9 @@ the device (`device_sampling.py`). The host reads them `lag` steps later: on a G
 launched before the tokens of this one are looked at, and a row found to have ended has had one
 step too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
 
+Some requests speculate (`speculation.py`): several tokens are proposed for them, by a draft model
+(`drafting.py`) or from their own text, and verified in one step. Such a step is read at once.
+
 The same request gives the same tokens and log-probabilities, bit for bit, whatever else is in the
 batch, however its prompt is cut, and whether its first pages were found or computed: on a CPU
 always, on a GPU with `exact=True`.
@@ -16,80 +19,56 @@ always, on a GPU with `exact=True`.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.accounting.pool import PAGE_SIZE
-from scratchlm.accounting.pool import num_pages as pool_pages
 from scratchlm.inference.device_sampling import (
     NO_VALID_TOKEN,
     NOTHING,
     Settings,
+    choice_of,
     choose_into,
     logprobs,
+    probabilities,
     to_device,
 )
+from scratchlm.inference.drafting import Drafted, Drafter, check_draft
+from scratchlm.inference.handle import Handle
 from scratchlm.inference.outcome import Outcome
 from scratchlm.inference.pages import PagePool
 from scratchlm.inference.plain_runner import PlainRunner
+from scratchlm.inference.pool_memory import check_kv_dtype, new_cache, num_pool_pages
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
+from scratchlm.inference.proposing import Proposer, why_not_verified
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
-from scratchlm.inference.rows import Generation, Piece, Row
+from scratchlm.inference.rows import Row, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling, uniform
 from scratchlm.inference.scheduler import Plan, Request, Scheduler
+from scratchlm.inference.scoring import rows_that_choose, score_logits, scored_row
+from scratchlm.inference.speculation import Speculate
+from scratchlm.inference.verifying import accept, choosers, verify
 from scratchlm.model import TransformerLM
-from scratchlm.paged import PagedCache, Runner
+from scratchlm.paged import Choice, KVDtype, PagedCache, Runner
 
 MakeRunner = Callable[[TransformerLM, PagedCache], Runner]
 
 
-class Handle:
-    """A submitted request: its pieces as they come, and the way to cancel it."""
+class Unread(NamedTuple):
+    """Tokens of a step that the host has not looked at, and whose they are."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._request = engine, request
-        self._pieces: deque[Piece] = deque()
-        self._is_over = False
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether no more pieces will come: it has finished, failed, or been cancelled."""
-        return self._is_over
-
-    def cancel(self) -> None:
-        """Give the request up, from any thread; its pages are free within one step."""
-        self._engine._cancel(self)
-
-    def ready(self) -> Iterator[Piece]:
-        """Give out the pieces that are there, without waiting; raise what the request failed by."""
-        while self._pieces:
-            yield self._pieces.popleft()
-        if self._error is not None:
-            raise self._error
-
-    def __iter__(self) -> Iterator[Piece]:
-        while True:
-            over = self._is_over  # before looking: what comes last comes before the end
-            yield from self.ready()
-            if over:
-                return
-            self._engine._advance(self)
-
-    def result(self) -> Generation:
-        """Wait for the whole answer."""
-        generation = Generation()
-        for piece in self:
-            generation.add(piece)
-        return generation
-
-    def _end(self, error: BaseException | None = None) -> None:
-        self._error, self._is_over = error, True
+    requests: list[Request]
+    outcome: Outcome
+    is_verified: bool = False  # some requests have several, for proposals
 
 
 class Engine:
@@ -108,6 +87,10 @@ class Engine:
         exact: bool = False,
         accelerate: bool = True,
         lag: int | None = None,
+        draft: TransformerLM | None = None,
+        draft_tokens: int = 6,
+        speculate: Speculate | None = None,
+        kv_dtype: KVDtype | None = None,
         make_runner: MakeRunner | None = None,
     ) -> None:
         """Take the pool: `num_pages` pages, or as many as fit in `memory` bytes.
@@ -118,19 +101,34 @@ class Engine:
         - `exact`: on a GPU, only kernels whose sums do not depend on the batch.
         - `accelerate=False` reads by the model's own forward.
         - `lag`: steps that the host reads behind; None means 1 on a GPU and 0 elsewhere.
+        - `draft`: a smaller model that proposes up to `draft_tokens` at a time; `speculate`: what
+          proposes where a request does not say: "draft" (the default with a draft), "lookup" (the
+          request's own text), or "off". `why_not_verified` says where that gains nothing.
+        - `kv_dtype`: keys and values in 8 bits, "int8" or "fp8"; None: in the weights' dtype.
         - `make_runner`: what reads steps instead of the choice made here.
         """
         weight = model.token_embeddings.weight
         self.model, self.tokenizer, self.device = model, tokenizer, weight.device
         self.max_rows = max_rows
         on_gpu = self.device.type == "cuda"
-        num_pages = _num_pages(model, num_pages, memory, page_size)
-        self.cache = PagedCache(
-            model.config, num_pages, page_size, device=self.device, dtype=weight.dtype
-        )
+        models = [model] if draft is None else [model, draft]
+        check_kv_dtype(kv_dtype, self.device, accelerate)
+        num_pages = num_pool_pages(models, num_pages, memory, page_size, kv_dtype)
+        self.cache = new_cache(model, num_pages, page_size, kv_dtype)
         self.pool = PagePool(num_pages)
-        self.plain = PlainRunner(model, self.cache)
+        self.plain = PlainRunner(model, self.cache, exact=exact)
         self.runner = self._choose_runner(make_runner, max_rows, exact, accelerate)
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            check_draft(draft, model.config, self.device)
+            cache = new_cache(draft, num_pages, page_size, kv_dtype)
+            self.drafter = Drafter(
+                draft, cache, max_rows=max_rows, exact=exact, accelerate=accelerate
+            )
+        self.proposer = Proposer(self.drafter, draft_tokens, speculate)
+        self.speculate = self.proposer.default
+        chunks = [getattr(reader, "chunk", None) for reader in (self.runner, self.drafter)]
+        chunk = math.lcm(*(c for c in chunks if c)) if any(chunks) else None
         if max_tokens_per_step is None:
             max_tokens_per_step = max(8192 if on_gpu else 256, 2 * max_rows)
         self.scheduler = Scheduler(
@@ -140,7 +138,8 @@ class Engine:
             max_rows=max_rows,
             max_tokens_per_step=max_tokens_per_step,
             usual_tokens=2048 if on_gpu else None,
-            chunk=getattr(self.runner, "chunk", None),
+            costly_keys=_costly_keys(model) if on_gpu else None,
+            chunk=chunk,
             replay_by_token=exact or not on_gpu,
             catch_up=self._catch_up,
             place=self._place,
@@ -151,10 +150,12 @@ class Engine:
         self._tables: Any = self.tables.numpy()
         self.last = torch.zeros(max_rows, dtype=torch.long, device=self.device)
         self._handles: dict[Request, Handle] = {}
-        self._unread: deque[tuple[list[Request], Outcome]] = deque()
+        self._unread: deque[list[Unread]] = deque()  # by step
         self._choosing: list[Request] | None = None  # whose settings these are:
         self._settings: Settings | None = None
         self._slots = self.last[:0]
+        self._choice_of: list[Request] | None = None  # whose choice this is:
+        self._made_choice: Choice | None = None
         self._arrived: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
         self._stepping = threading.Lock()
@@ -184,10 +185,12 @@ class Engine:
         num_logprobs: int | None = None,
         past_context: PastContext = "error",
         salt: str = "",
+        speculate: Speculate | None = None,
     ) -> Handle:
         """Queue one prompt, a text or token ids; options as in `stream`.
 
-        Requests share pages of prompts that begin alike if they have the same `salt`.
+        Requests share pages of prompts that begin alike if they have the same `salt`. `speculate`:
+        what proposes tokens for this one, if not what does so by default.
         """
         rows = make_rows(
             prompt,
@@ -202,22 +205,50 @@ class Engine:
         )
         if len(rows) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(rows)}")
-        return self.submit_row(rows[0], num_logprobs=num_logprobs, salt=salt)
+        return self.submit_row(rows[0], num_logprobs=num_logprobs, salt=salt, speculate=speculate)
 
-    def submit_row(self, row: Row, *, num_logprobs: int | None = None, salt: str = "") -> Handle:
+    def submit_row(
+        self,
+        row: Row,
+        *,
+        num_logprobs: int | None = None,
+        salt: str = "",
+        speculate: Speculate | None = None,
+    ) -> Handle:
         """Queue a row whose arguments have been checked."""
-        check_num_logprobs(num_logprobs, self.model.config.vocab_size)
+        speculator = self.proposer.speculator(speculate)
+        return self._queue(Request(row, salt, num_logprobs, speculator=speculator))
+
+    def submit_score(
+        self, tokens: Sequence[int], start: int = 1, *, num_logprobs: int = 1, salt: str = ""
+    ) -> Handle:
+        """Queue token ids to be scored: how likely each from `start` on is, after all before it.
+
+        Its pieces are these tokens with their log-probabilities and the best `num_logprobs`. What
+        requests begin with alike is computed once, as for prompts.
+        """
+        row = scored_row(tokens, start, self.model.config)
+        return self._queue(Request(row, salt, num_logprobs, row.targets))
+
+    def _queue(self, request: Request) -> Handle:
+        row = request.row
+        check_num_logprobs(request.num_logprobs, self.model.config.vocab_size)
         need = self.scheduler.most_pages(row)
         if need > self.pool.num_pages:
             raise ValueError(
                 f"a request must fit the pool of {self.pool.num_pages} pages of "
                 f"{self.scheduler.page_size} tokens; got one that takes {need}"
             )
-        handle = Handle(self, Request(row, salt, num_logprobs))
+        handle = Handle(self, request)
         self._arrived.append(handle)
         with self._news:
             self._news.notify_all()
         return handle
+
+    @property
+    def why_not_verified(self) -> str | None:
+        """Why nothing is proposed here, or None where proposals are verified."""
+        return why_not_verified(self._current_runner())
 
     def _cancel(self, handle: Handle) -> None:
         self._cancelled.append(handle)
@@ -266,74 +297,133 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> bool:
         self._take_in()
-        plan = self.scheduler.schedule()
+        runner = self._current_runner()
+        running, catch_up = self.scheduler.running, self._catch_up
+        plan = self.scheduler.schedule(self.proposer.propose(running, runner, catch_up))
         if plan is None:
             found = bool(self._unread)
             self._catch_up()
         else:
             found = True
             try:
-                outcome = self._launch(plan)
+                outcomes = self._launch(plan, runner)
             except Exception as error:
                 for request in plan.requests:
                     self._fail(request, error)
             else:
                 self.scheduler.launched(plan)
-                if outcome is not None:
-                    self._unread.append((plan.choosing, outcome))
-            while len(self._unread) > self.lag:
-                self._read(*self._unread.popleft())
+                if outcomes:
+                    self._unread.append(outcomes)
+            while len(self._unread) > (0 if plan.is_verified else self.lag):
+                self._read(self._unread.popleft())
         with self._news:
             self._news.notify_all()
         return found
 
-    def _launch(self, plan: Plan) -> Outcome | None:
+    def _launch(self, plan: Plan, runner: Any) -> list[Unread]:
         """Send a step on its way, to the choice of its tokens."""
-        logits = self._current_runner().run(plan.step, self.tables, self.last)
+        drafted = self.proposer.draft(plan, self.tables, self.last)
         choosing = plan.choosing
-        if not choosing:
-            return None
+        can_choose = not (plan.scoring or plan.is_verified) and getattr(runner, "chooses", False)
+        if choosing and can_choose:
+            choice = self._choice(choosing)
+            if choice is not None:
+                tokens = runner.run_and_choose(plan.step, self.tables, self.last, choice)
+                return [Unread(choosing, Outcome(tokens, []))]
+        logits = runner.run(plan.step, self.tables, self.last)
+        found: list[Unread] = []
+        if plan.scoring:
+            scored = [request for _, request, _ in plan.scoring]
+            found.append(Unread(scored, score_logits(logits, plan.scoring)))
+            if choosing:
+                logits = logits[rows_that_choose(plan.scoring, len(logits))]
+        if choosing:
+            found.append(Unread(choosing, self._choose(plan, logits, drafted), plan.is_verified))
+        return found
+
+    def _choose(
+        self, plan: Plan, logits: Float[Tensor, "lines vocab"], drafted: dict[Request, Drafted]
+    ) -> Outcome:
+        """Choose the tokens of a step, on the device."""
+        choosing = plan.choosing
         if choosing is not self._choosing:
-            self._settings = Settings.of(choosing, logits.shape[-1], logits.device, self._settings)
+            every = choosers(plan)
+            self._settings = Settings.of(every, logits.shape[-1], logits.device, self._settings)
             self._choosing = choosing
-            self._slots = to_device([r.slot for r in choosing], torch.long, self.device)
+            slots = [r.slot for r in choosing for _ in range(1 + r.ahead)]
+            self._slots = to_device(slots, torch.long, self.device)
         settings = self._settings
         assert settings is not None
         numbers = None
         if settings.draws:
-            draws = [uniform(r.row.seed, r.chosen) for r in choosing]
+            draws = [
+                uniform(r.row.seed, r.chosen + i) for r in choosing for i in range(1 + r.ahead)
+            ]
             numbers = to_device(draws, torch.float64, self.device)
         tokens = choose_into(self.last, self._slots, logits, settings, numbers)
+        if drafted and numbers is not None:
+            tokens = verify(choosing, drafted, tokens, probabilities(logits, settings), numbers)
         if settings.seen is not None:
             settings.seen.add(tokens)
         wanted = logprobs(logits, tokens, settings) if settings.logprobs else []
         return Outcome(tokens, wanted)
 
+    def _choice(self, choosing: list[Request]) -> Choice | None:
+        """Return how these requests choose, where the runner itself can choose so."""
+        if choosing is not self._choice_of:
+            self._choice_of = choosing
+            self._made_choice = choice_of(choosing, self.model.config.vocab_size)
+        made = self._made_choice
+        if made is None or not any(made.temperature):
+            return made
+        return replace(made, numbers=[uniform(r.row.seed, r.chosen) for r in choosing])
+
     def _current_runner(self) -> Runner:
         """Return the runner, or the model itself once its modules are not those of the runner."""
         return self.runner if getattr(self.runner, "unchanged", True) else self.plain
 
-    def _read(self, requests: list[Request], outcome: Outcome) -> None:
+    def _read(self, outcomes: list[Unread]) -> None:
         """Look at the tokens of an earlier step."""
-        tokens, logprobs = outcome.read()
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if request.ended:
+        for requests, outcome, is_verified in outcomes:
+            tokens, logprobs = outcome.read()
+            if is_verified:
+                self._read_verified(requests, tokens, logprobs)
                 continue
-            if token == NOTHING:
-                self._fail(request, ValueError(NO_VALID_TOKEN))
-                continue
-            try:
-                piece = request.row.take(token, logprobs.get(i))
-            except Exception as error:
-                self._fail(request, error)
-                continue
-            self._handles[request]._pieces.append(piece)
-            if piece.finish_reason is not None:
-                self._end(request)
+            for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+                self._take(request, token, logprobs.get(i))
+
+    def _read_verified(
+        self, requests: list[Request], tokens: list[int], logprobs: dict[int, TokenLogprob]
+    ) -> None:
+        """Take the tokens of a step just done, as far as they follow what was proposed."""
+
+        def take(request: Request, line: int) -> None:
+            self._take(request, tokens[line], logprobs.get(line))
+
+        newest = accept(requests, tokens, take, self.scheduler.accepted)
+        running = {r.slot: token for r, token in newest.items() if r.slot >= 0}
+        slots = to_device(list(running), torch.long, self.device)
+        self.last.index_copy_(0, slots, to_device([*running.values()], torch.long, self.device))
+
+    def _take(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
+        """Give a request its next token, and whoever waits for it a piece."""
+        if request.ended:
+            return
+        if token == NOTHING:
+            self._fail(request, ValueError(NO_VALID_TOKEN))
+            return
+        try:
+            piece = request.row.take(token, logprob)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        self._handles[request]._pieces.append(piece)
+        if piece.finish_reason is not None:
+            self._end(request)
 
     def _catch_up(self) -> None:
         while self._unread:
-            self._read(*self._unread.popleft())
+            self._read(self._unread.popleft())
 
     def _take_in(self) -> None:
         """Take in what other threads have asked for."""
@@ -362,18 +452,11 @@ class Engine:
         self.pool.forget_all()
 
 
-def _num_pages(
-    model: TransformerLM, num_pages: int | None, memory: int | None, page_size: int
-) -> int:
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1; got page_size={page_size}")
-    if (num_pages is None) == (memory is None):
-        raise ValueError(
-            "the pool's size must be given as num_pages or as memory in bytes, one of them; "
-            f"got num_pages={num_pages}, memory={memory}"
-        )
-    if memory is not None:
-        size = model.token_embeddings.weight.element_size()
-        return pool_pages(model.config, memory, page_size, size)
-    assert num_pages is not None
-    return num_pages
+def _costly_keys(model: TransformerLM) -> int:
+    """Return how many keys cost a token about as much as its matrix products.
+
+    A product with a weight is 2 FLOPs, a key of a head 4 per channel, at about half their rate.
+    """
+    config = model.config
+    weights = sum(p.numel() for p in model.layers.parameters() if p.ndim > 1)
+    return max(1, weights // (4 * config.num_layers * config.num_heads * config.d_head))

@@ -1,4 +1,6 @@
-"""A model by name: one of our runs, one of our checkpoints, or a Hugging Face directory.
+"""A model by name: one of our runs or checkpoints, a Hugging Face directory, or a GGUF file.
+
+A run that learnt an adapter gives its base with the adapter in its weights.
 
 The model is built without memory, given memory once, and filled tensor by tensor, so loading takes
 the model and one tensor more. Nothing is converted unless a dtype is asked for.
@@ -9,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -22,13 +25,27 @@ from torch import Tensor
 from scratchlm import acceleration, checkpoint
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
+from scratchlm.inference.adapters import (
+    adapter_of,
+    check_base,
+    find_adapter,
+    merge_into,
+    read_adapter,
+)
 from scratchlm.inference.prompts import AnyTokenizer, default_eos_ids
-from scratchlm.interop import check_stored, is_hf_directory, read_hf
+from scratchlm.interop import check_stored, is_gguf, is_hf_directory, read_gguf, read_hf
 from scratchlm.model import TransformerLM
+from scratchlm.quantization.convert import fill, make_room, quantized_buffers
+from scratchlm.quantization.rule import (
+    Choice,
+    alternatives,
+    check_target,
+    choose,
+    stored_choices,
+)
 from scratchlm.threads import share_cores
-from scratchlm.tokenizer import load_tokenizer
-
-Build = Callable[[ModelConfig, torch.dtype], TransformerLM]
+from scratchlm.tokenizer import Tokenizer, load_tokenizer
+from scratchlm.tokenizer.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -38,10 +55,24 @@ class Loaded:
     model: TransformerLM
     tokenizer: AnyTokenizer | None
     config: ModelConfig
-    source: Path  # the directory the weights came from
+    source: Path  # the directory or file the weights came from
     eos_ids: tuple[int, ...] = ()  # the tokens that end a text
     tokenizer_problem: str = "the model came without a tokenizer"
     accelerate: bool = True  # whether generation is to use the decoders
+    chat_template: ChatTemplate | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of its matrices are stored in few bits."""
+        return bool(quantized_buffers(self.model))
+
+    @property
+    def tokenizer_file(self) -> Path | bytes | None:
+        """The tokenizer.json that lies with the weights, or what a GGUF file's would hold."""
+        file = self.source / checkpoint.TOKENIZER
+        if self.source.is_dir():
+            return file if file.is_file() else None
+        return self.tokenizer.to_bytes() if isinstance(self.tokenizer, Tokenizer) else None
 
     def need_tokenizer(self) -> AnyTokenizer:
         """Return the tokenizer, or say in one line why there is none."""
@@ -58,26 +89,38 @@ def load_model(
     ops: Any = "fast",
     accelerate: bool = True,
     checkpoint: str | int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     warn: Callable[[str], None] | None = None,
+    quantize: str | None = None,
 ) -> Loaded:
-    """Load a run's best checkpoint, a checkpoint, or a Hugging Face directory.
+    """Load a run's best checkpoint, a checkpoint, a Hugging Face directory, or a GGUF file.
 
     `checkpoint` of a run: "best" on held-out data (the default; the last where nothing was held
-    out), "last", or a step.
+    out), "last", or a step. `adapter`: of a run of ours or in PEFT's format, put into the weights.
     `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
-    were passed over. `accelerate=False` leaves the model plain.
+    were passed over. `accelerate=False` leaves the model plain. `quantize` stores its matrices in
+    few bits: a format of `scratchlm quantize`.
     """
+    if quantize is not None:
+        check_target(quantize)
     if torch.device(device).type == "cpu":
         share_cores()
     path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
+    make = Build(build, dtype, torch.device(device), quantize)
     if not path.exists():
-        raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
-    return replace(_load(path, dtype, build, checkpoint, warn), accelerate=accelerate)
+        raise ScratchLMError(
+            f"{path}: no such run, checkpoint, Hugging Face directory or GGUF file"
+        )
+    loaded = _load(path, make, checkpoint, warn)
+    if adapter is not None:
+        _refuse_quantized(loaded, adapter)
+        merge_into(loaded.model.state_dict(), find_adapter(adapter, loaded.config), adapter)
+    template = loaded.chat_template or _template_in(loaded.source, warn)
+    return replace(loaded, accelerate=accelerate, chat_template=template)
 
 
 def _load(
     path: Path,
-    dtype: torch.dtype | None,
     build: Build,
     which: str | int | None,
     warn: Callable[[str], None] | None,
@@ -87,11 +130,11 @@ def _load(
         raise ScratchLMError(f"{path}: not a run with checkpoints; there is no {which!r} to choose")
     if checkpoint.is_checkpoint(path):
         checkpoint.verify_checkpoint(path)
-        return _load_ours(path, dtype, build)
+        return _load_ours(path, build)
     if is_run:
         found = checkpoint.read_chosen(
             path,
-            lambda one: _load_ours(one, dtype, build),
+            lambda one: _load_ours(one, build),
             "best" if which is None else which,
             warn,
         )
@@ -99,45 +142,147 @@ def _load(
             raise ScratchLMError(f"{path}: the run has no whole checkpoint")
         return found
     if is_hf_directory(path):
-        return _load_hf(path, dtype, build)
+        return _load_hf(path, build)
+    if is_gguf(path):
+        return _load_gguf(path, build)
     raise ScratchLMError(
-        f"{path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face directory"
+        f"{path}: must be a run with a checkpoint, a checkpoint, a Hugging Face directory, "
+        "or a GGUF file"
     )
 
 
-def _load_ours(path: Path, dtype: torch.dtype | None, build: Build) -> Loaded:
+def _load_ours(path: Path, build: Build) -> Loaded:
+    if "head" in checkpoint.read_manifest(path)["metadata"]:
+        raise ScratchLMError(f"{path}: a model with a task head; `scratchlm predict` uses it")
+    record = adapter_of(checkpoint.read_manifest(path)["metadata"], path)
+    if record is not None:
+        return _load_adapted(path, record, build)
     config = checkpoint.read_config(path)
-    check_stored(config, path / checkpoint.MODEL)  # before anything is built
-    stored = checkpoint.iter_tensors(path / checkpoint.MODEL)
+    file = path / checkpoint.MODEL
+    names = check_stored(config, file, alternatives)  # before anything is built
+    choices = stored_choices(config, names)
+    if build.quantize is not None and any(choice.format for choice in choices):
+        raise ScratchLMError(f"{path} is quantised already; quantize={build.quantize!r} is not")
+    stored = checkpoint.iter_tensors(file)
     first = next(stored, None)
     if first is None:
-        raise ScratchLMError(f"{path / checkpoint.MODEL}: holds no tensors")
-    model = build(config, dtype or first[1].dtype)
-    _fill(model.state_dict(), chain([first], stored))
+        raise ScratchLMError(f"{file}: holds no tensors")
+    model = build.fill(config, first[1].dtype, choices, chain([first], stored))
     tokenizer, problem = _tokenizer_in(path)
     imported = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
     eos_ids = tuple(imported or default_eos_ids(tokenizer))
     return Loaded(model, tokenizer, config, path, eos_ids, problem)
 
 
-def _load_hf(path: Path, dtype: torch.dtype | None, build: Build) -> Loaded:
+def _load_adapted(path: Path, record: Mapping[str, Any], build: Build) -> Loaded:
+    """Load the base of an adapter, and put the adapter into its weights."""
+    base = _load(check_base(record, path), build, None, None)
+    _refuse_quantized(base, path)
+    merge_into(base.model.state_dict(), read_adapter(path), path)
+    tokenizer, problem = _tokenizer_in(path)
+    eos_ids = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
+    return replace(
+        base,
+        source=path,
+        tokenizer=tokenizer,
+        tokenizer_problem=problem,
+        eos_ids=tuple(eos_ids or base.eos_ids),
+    )
+
+
+def _refuse_quantized(base: Loaded, adapter: object) -> None:
+    if base.is_quantized:
+        raise ScratchLMError(
+            f"{adapter}: an adapter cannot be put into quantised weights; `scratchlm merge` it "
+            "with its base, then quantise the result"
+        )
+
+
+def _load_hf(path: Path, build: Build) -> Loaded:
     source = read_hf(path)
-    model = build(source.config, dtype or source.dtype)
-    source.load_into(model.state_dict())
+    if build.quantize is None:
+        model = build.empty(source.config, build.dtype or source.dtype, ())
+        source.load_into(model.state_dict())
+    else:
+        model = build.fill(source.config, source.dtype, (), source.tensors())
     tokenizer, problem = _tokenizer_in(path)
     eos_ids = source.eos_token_ids or default_eos_ids(tokenizer)
     return Loaded(model, tokenizer, source.config, path, eos_ids, problem)
 
 
+def _load_gguf(path: Path, build: Build) -> Loaded:
+    source = read_gguf(path)
+    names = {name: source.stored_name(name) for name in source.shapes}
+    for name, shape in source.shapes.items():  # what we have no quantised layer for is widened
+        if names[name] not in (other for other, _ in alternatives(name, shape)):
+            names[name] = name
+    choices = stored_choices(source.config, names)
+    if build.quantize is not None and any(choice.format for choice in choices):
+        raise ScratchLMError(f"{path} is quantised already; quantize={build.quantize!r} is not")
+    if build.quantize is None and not any(choice.format for choice in choices):
+        model = build.empty(source.config, build.dtype or source.dtype, ())
+        source.load_into(model.state_dict())
+    else:
+        model = build.fill(source.config, source.dtype, choices, source.packed_tensors(names))
+    found = source.tokens
+    return Loaded(
+        model,
+        found.tokenizer,
+        source.config,
+        path,
+        found.eos_token_ids or default_eos_ids(found.tokenizer),
+        found.problem,
+        chat_template=found.chat_template,
+    )
+
+
+@dataclass(frozen=True)
+class Build:
+    """How the caller wants the model: on which device, in which dtype, quantised to what."""
+
+    empty: Callable[[ModelConfig, torch.dtype, Sequence[Choice]], TransformerLM]
+    dtype: torch.dtype | None
+    device: torch.device
+    quantize: str | None
+
+    def fill(
+        self,
+        config: ModelConfig,
+        stored_dtype: torch.dtype,
+        choices: Sequence[Choice],
+        tensors: Iterator[tuple[str, Tensor]],
+    ) -> TransformerLM:
+        """Build a model and fill it, tensor by tensor."""
+        if self.quantize is not None:
+            choices = choose(config, self.quantize)
+        dtype = self.dtype or stored_dtype
+        if self.dtype is None and any(choice.format for choice in choices):
+            # what stays wide is small, and kernels take the rest with this
+            dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        model = self.empty(config, dtype, choices)
+        fill(model, choices, tensors)
+        return model
+
+
 def _empty_model(
-    config: ModelConfig, dtype: torch.dtype, *, device: Any, ops: Any, accelerate: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    choices: Sequence[Choice],
+    *,
+    device: Any,
+    ops: Any,
+    accelerate: bool,
 ) -> TransformerLM:
     """Build a model whose weights have memory but no values; drawing them would be in vain."""
     model = TransformerLM(config, ops, device="meta", dtype=dtype)
+    make_room(model, choices)
+    quantised = any(choice.format for choice in choices)
+    if accelerate and quantised:
+        acceleration.lay_out(model, torch.device(device))
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if model.token_embeddings.weight.device.type == "cpu":
         _lay_in_large_pages(model)
-    elif accelerate:
+    elif accelerate and not quantised:
         acceleration.join_weights(model)
     if accelerate:
         acceleration.accelerate(model)
@@ -153,7 +298,7 @@ def _lay_in_large_pages(model: TransformerLM) -> None:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return
-    weights = list(model.parameters())
+    weights: list[Tensor] = [*model.parameters(), *quantized_buffers(model)]
     starts, end = [], 0
     for weight in weights:
         starts.append(end)
@@ -167,10 +312,14 @@ def _lay_in_large_pages(model: TransformerLM) -> None:
         weight.data = part.view(weight.shape)
 
 
-@torch.no_grad()
-def _fill(state: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    for name, tensor in tensors:  # names and shapes were compared before
-        state[name].copy_(tensor)
+def _template_in(path: Path, warn: Callable[[str], None] | None) -> ChatTemplate | None:
+    """Load the chat template that lies with a model; one that cannot be read is reported."""
+    try:
+        return ChatTemplate.from_directory(path)
+    except ScratchLMError as error:
+        message = f"the chat template is not used: {error}"
+        warnings.warn(message, stacklevel=3) if warn is None else warn(message)
+        return None
 
 
 def _tokenizer_in(path: Path) -> tuple[AnyTokenizer | None, str]:

@@ -15,8 +15,16 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 Key = bytes
+
+
+class PageUse(NamedTuple):
+    """How many requests hold a page, and whether a later one can find what it contains."""
+
+    holders: int
+    is_found: bool
 
 
 def page_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[Key]:
@@ -51,6 +59,12 @@ class PagePool:
     def num_held(self) -> int:
         """How many pages somebody holds."""
         return self.num_pages - len(self._free)
+
+    def pages(self) -> list[PageUse]:
+        """Return how every page is used now."""
+        return [
+            PageUse(holders, page in self._key_of) for page, holders in enumerate(self._holders)
+        ]
 
     def find(self, keys: Iterable[Key]) -> list[int]:
         """Return the pages of the longest beginning of `keys` that is there."""

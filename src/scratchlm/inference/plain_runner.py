@@ -3,10 +3,13 @@
 For models that no runner of `accelerate/` takes: hooked, replaced, with user-provided ops, mixtures
 of experts, sliding windows. A row's numbers cannot depend on its neighbours, as they are not in the
 same forward; and a prompt is read in pieces that end at multiples of `chunk`, however much of it a
-step holds, so that neither the scheduling nor pages found from another request change a bit.
+step holds, so that neither the scheduling nor pages found from another request change a bit. Where
+bits count (`one_by_one`), proposals are read one by one, as they would be without speculation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -40,13 +43,26 @@ class _PagedRow(KVCache):
             self._offset = at % self.pool.page_size
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        every = []
-        for kept, new in ((self.pool.keys[layer], keys), (self.pool.values[layer], values)):
-            # (pages, kv_heads, page_size, d) at (seq,) pages and offsets: (seq, kv_heads, d)
-            kept[self._page, :, self._offset] = new[0].transpose(0, 1).squeeze(0).to(kept.dtype)
-            rows = kept.transpose(0, 1).index_select(1, self.pages)  # (kv_heads, pages, size, d)
-            every.append(rows.flatten(1, 2)[None, :, : self._next_length])
-        return every[0], every[1]
+        pool = self.pool
+        new = (x[0].transpose(0, 1).squeeze(0) for x in (keys, values))  # (seq, kv_heads, d)
+        kept = (pool.keys[layer], pool.values[layer])
+        if pool.key_scales is None or pool.value_scales is None:
+            return tuple(map(self._put, kept, new))  # type: ignore[return-value]
+        scales = (pool.key_scales[layer], pool.value_scales[layer])
+        return tuple(map(self._put_codes, kept, scales, new))  # type: ignore[return-value]
+
+    def _put(self, kept: Tensor, new: Tensor) -> Float[Tensor, "1 kv_heads all *d"]:
+        """Write new rows to their pages, and gather all of this row's."""
+        # (pages, kv_heads, page_size, d) at (seq,) pages and offsets: (seq, kv_heads, d)
+        kept[self._page, :, self._offset] = new.to(kept.dtype)
+        rows = kept.transpose(0, 1).index_select(1, self.pages)  # (kv_heads, pages, size, d)
+        return rows.flatten(1, 2)[None, :, : self._next_length]
+
+    def _put_codes(self, kept: Tensor, scales: Tensor, new: Tensor) -> Tensor:
+        """Write new rows as codes; gather all of this row's as numbers."""
+        codes, scale = self.pool.encode(new)
+        every = self._put(kept.view(torch.uint8), codes)
+        return self.pool.decode(every, self._put(scales, scale))
 
     def advance(self) -> None:
         self.length = self._next_length
@@ -55,42 +71,91 @@ class _PagedRow(KVCache):
 class PlainRunner:
     """Reads steps by the model's own forward."""
 
-    def __init__(self, model: TransformerLM, cache: PagedCache, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: TransformerLM,
+        cache: PagedCache,
+        chunk: int | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
         self.model, self.cache = model, cache
         on_cpu = cache.keys.device.type == "cpu"
         self.chunk = chunk or (CHUNK_CPU if on_cpu else CHUNK_GPU)
+        self.one_by_one = on_cpu or exact
+
+    @property
+    def verifies(self) -> bool:
+        """Whether proposals are read all at once."""
+        return not self.one_by_one
 
     def run(
         self, step: Step, tables: Int[Tensor, "slots max_pages"], last: Int[Tensor, " slots"]
     ) -> Float[Tensor, "choosing vocab"]:
-        """Write the keys and values of the new tokens; return logits of the rows that choose."""
-        logits, at = [], 0
-        for count, start, slot, chooses in zip(
-            step.counts, step.starts, step.slots, step.chooses, strict=True
-        ):
-            tokens = step.tokens[at : at + count]
-            at += count
-            hidden = self._read(tokens, start, tables[slot], last[slot : slot + 1])
-            if chooses:
-                logits.append(self.model.lm_head(hidden[:, -1]))
+        """Write the keys and values of the new tokens; return the logits that are asked for."""
+        logits: list[Tensor] = []
+        for tokens, start, slot, wanted, proposed in _joined(step):
+            newest = last[slot : slot + 1]
+            if proposed and self.one_by_one:
+                assert len(wanted) == len(tokens), "behind the newest token come proposals alone"
+                for i, token in enumerate(tokens, start):
+                    hidden = self._read([token], i, tables[slot], newest)
+                    logits.append(self.model.lm_head(hidden[:, -1]))
+                continue
+            hidden = self._read(tokens, start, tables[slot], newest, whole=proposed)
+            if proposed:
+                logits.append(self.model.lm_head(hidden[0, wanted]))
+            else:  # Each alone: the sums of a product may depend on how many rows it has.
+                logits += [self.model.lm_head(hidden[:, i]) for i in wanted]
         if not logits:
-            return last.new_empty((0, self.model.config.vocab_size), dtype=self.cache.keys.dtype)
+            return last.new_empty((0, self.model.config.vocab_size), dtype=self.cache.dtype)
         return torch.cat(logits)
 
     def _read(
-        self, tokens: list[int], start: int, table: Int[Tensor, " max_pages"], last: Tensor
-    ) -> Float[Tensor, "1 piece d_model"]:
-        """Read one row's new tokens, piece by piece; return the hidden states of the last piece."""
+        self,
+        tokens: list[int],
+        start: int,
+        table: Int[Tensor, " max_pages"],
+        last: Tensor,
+        whole: bool = False,
+    ) -> Float[Tensor, "1 seq d_model"]:
+        """Read one row's new tokens, piece by piece or whole; return their hidden states."""
         device, size = last.device, self.cache.page_size
         ids = last if tokens == [LAST] else torch.tensor(tokens, device=device)
         num_pages = -(-(start + len(tokens)) // size)
         pages = table[:num_pages].to(device, torch.long)
-        done = 0
+        done, found = 0, []
         while True:
-            end = min((start // self.chunk + 1) * self.chunk - start, len(tokens) - done)
+            end = len(tokens) - done
+            if not whole:
+                end = min((start // self.chunk + 1) * self.chunk - start, end)
             needed = -(-(start + end) // size)
             row = _PagedRow(self.cache, pages[:needed], int(table[needed - 1]), start)
-            hidden = self.model.hidden(ids[None, done : done + end], cache=row)
+            found.append(self.model.hidden(ids[None, done : done + end], cache=row))
             start, done = start + end, done + end
             if done == len(tokens):
-                return hidden
+                return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _joined(step: Step) -> Iterator[tuple[list[int], int, int, list[int], bool]]:
+    """Yield (tokens, start, slot, where logits are wanted, whether some tokens are proposals).
+
+    Rows that go on from another come with it: a piece of a prompt must be read as a whole,
+    whichever of its logits are wanted.
+    """
+    tokens: list[int] = []
+    wanted: list[int] = []
+    first, of_slot, at, proposed = 0, -1, 0, False
+    for i, (count, start, slot, logits) in enumerate(
+        zip(step.counts, step.starts, step.slots, step.num_logits, strict=True)
+    ):
+        if slot != of_slot or start != first + len(tokens):
+            if tokens:
+                yield tokens, first, of_slot, wanted, proposed
+            tokens, wanted, first, of_slot = [], [], start, slot
+        tokens = tokens + step.tokens[at : at + count]
+        at += count
+        wanted += range(len(tokens) - logits, len(tokens))
+        proposed = bool(step.num_proposed and step.num_proposed[i])
+    if tokens:
+        yield tokens, first, of_slot, wanted, proposed

@@ -57,7 +57,9 @@ class Generation:
         self.text += piece.text
         self.finish_reason = piece.finish_reason
         if piece.logprob is not None:
-            self.logprobs = [*(self.logprobs or []), piece.logprob]
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.append(piece.logprob)
 
 
 class Row:
@@ -79,6 +81,7 @@ class Row:
         self.num_prompt, self.limit = len(self.ids), limit
         self.seed, self.sampling = seed, sampling
         self.finish_reason: FinishReason | None = None
+        self.targets: Sequence[int] = ()  # of a row that is scored: what is still to be
         self._eos_ids = frozenset(eos_ids)
         self._stop = StopStrings(stop)
         self._decoder = None if tokenizer is None else tokenizer.stream_decoder()

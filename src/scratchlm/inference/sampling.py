@@ -104,7 +104,7 @@ AS_IS = Sampling()
 GREEDY = Sampling(temperature=0.0)
 
 
-def uniform(seed: int, step: int) -> float:
-    """Hash (seed, step) to a number in [0, 1): 53 bits of BLAKE2b."""
-    digest = hashlib.blake2b(f"{seed},{step}".encode(), digest_size=8).digest()
+def uniform(seed: int, step: int, use: str = "") -> float:
+    """Hash (seed, step) to a number in [0, 1), another for each `use`: 53 bits of BLAKE2b."""
+    digest = hashlib.blake2b(f"{seed},{step}{use}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

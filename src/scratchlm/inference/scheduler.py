@@ -3,10 +3,11 @@
     waiting → running (reads its prompt in pieces, then decodes) → gone
        ↑_________| put back: the pool is full, and it is the youngest
 
-A step has one token of every decoding row; what is left of `max_tokens_per_step` goes to prompts,
-the oldest first. A request is let in when there is a slot and room in the pool for all its tokens
-so far; while it decodes it takes page after page. Where a page is missing, the youngest is put back
-and later computed again, so the oldest always goes on.
+A step has one token of every decoding row, and proposals of those that speculate, as far as there
+is room; what is left of `max_tokens_per_step` goes to prompts, the oldest first. A request is let
+in when there is a slot and room in the pool for all its tokens so far; while it decodes it takes
+page after page. Where a page is missing, the youngest is put back and later computed again, so the
+oldest always goes on.
 
 Some runners give the same bits only if a prompt is cut at the same places whenever it is read:
 with `chunk`, pieces end at its multiples, or with the prompt. An answer that is computed again
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scratchlm.inference.pages import Key, PagePool, page_keys
 from scratchlm.inference.rows import Row
+from scratchlm.inference.speculation import DraftLength, Lookup
 from scratchlm.paged import LAST, Step
 
 
@@ -43,6 +45,7 @@ class Request:
     row: Row
     salt: str = ""
     num_logprobs: int | None = None
+    targets: Sequence[int] | None = None  # to be scored, not chosen: what follows the last tokens
     slot: int = -1  # −1: not running
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # of the pages that may be shared
@@ -53,6 +56,9 @@ class Request:
     computed: int = 0  # of these, how many have keys in the pages
     chosen: int = 0  # tokens of the answer
     on_device: bool = False  # whether the device knows the newest token
+    speculator: Lookup | DraftLength | None = None
+    ahead: int = 0  # proposals to be verified in the next step
+    proposed: list[int] = field(default_factory=list)  # these, where they are known beforehand
     ended: bool = False
 
     @property
@@ -60,14 +66,31 @@ class Request:
         """Whether some of its prompt is still to be read."""
         return self.computed < self.base
 
+    @property
+    def num_context(self) -> int:
+        """How many tokens of a prompt may be found: what is after them needs logits."""
+        return self.base - (1 if self.targets is None else len(self.targets))
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its newest token has been read, and that one comes next."""
+        return not self.is_reading and self.slot >= 0 and self.computed == self.length - 1
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model proposes its tokens."""
+        return isinstance(self.speculator, DraftLength)
+
 
 @dataclass
 class Plan:
     """One step, and whose it is."""
 
     step: Step
-    requests: list[Request]
+    requests: list[Request]  # of each row
     choosing: list[Request]  # the same list again while nobody comes or goes
+    scoring: list[tuple[int, Request, int]]  # which of the logits, whose, of which target
+    is_verified: bool = False  # some of it was proposed: its tokens are looked at before the next
 
 
 class Scheduler:
@@ -82,6 +105,7 @@ class Scheduler:
         max_rows: int,
         max_tokens_per_step: int,
         usual_tokens: int | None = None,
+        costly_keys: int | None = None,
         chunk: int | None = None,
         replay_by_token: bool = True,
         catch_up: Callable[[], None] = lambda: None,
@@ -91,7 +115,8 @@ class Scheduler:
 
         With `usual_tokens`, prompts get so many a step where as many wait as decode, fewer or more
         by that ratio: a long prompt among many answers holds them up little, and many prompts at
-        once are read at the machine's rate.
+        once are read at the machine's rate. A token that sees `costly_keys` keys counts twice, one
+        that sees more, more.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1; got max_rows={max_rows}")
@@ -102,7 +127,7 @@ class Scheduler:
             )
         self.pool, self.page_size, self.context = pool, page_size, context_length
         self.max_rows, self.max_tokens = max_rows, max_tokens_per_step
-        self.usual_tokens = usual_tokens
+        self.usual_tokens, self.costly_keys = usual_tokens, costly_keys
         self.chunk, self.replay_by_token = chunk, replay_by_token
         self.unit = math.lcm(page_size, chunk or 1)  # what is shared is a multiple of it
         self.waiting: deque[Request] = deque()
@@ -139,8 +164,13 @@ class Scheduler:
 
     # A step
 
-    def schedule(self) -> Plan | None:
-        """Return the next step, or None where there is nothing to do."""
+    def schedule(self, proposes: bool = False) -> Plan | None:
+        """Return the next step, or None where there is nothing to do.
+
+        `proposes`: whether some requests have proposals to be verified.
+        """
+        if proposes:
+            self._steady = None
         if self._steady is None or self._steady_steps <= 0:
             self._make_room()
             self._steady_steps = self._quiet_steps() if self._steady is not None else 0
@@ -151,7 +181,8 @@ class Scheduler:
             return None
         plan = self._plan()
         if len(plan.requests) == len(self.running) and all(
-            r.on_device and r.computed == r.length - 1 for r in self.running
+            r.on_device and r.computed == r.length - 1 and not (r.ahead or r.drafts)
+            for r in self.running
         ):
             self._steady = plan
             self._steady_steps = self._quiet_steps()
@@ -167,17 +198,27 @@ class Scheduler:
             self._steady_steps -= 1
         else:
             for request, count in zip(plan.requests, plan.step.counts, strict=True):
-                request.computed += count
+                request.computed += count - request.ahead
                 if request.is_reading or request.num_registered < len(request.keys):
                     self._register(request)
             for request in plan.choosing:
                 request.length += 1
                 request.chosen += 1
                 request.on_device = True
+            for request in {request: None for _, request, _ in plan.scoring}:
+                if not request.is_reading:
+                    self._leave(request)
         if self._steady_steps <= 0 or plan is not self._steady:
             for request in plan.choosing:
                 if request.chosen >= request.row.limit:
                     self._leave(request)
+
+    def accepted(self, request: Request, count: int) -> None:
+        """Count the proposals that were accepted; the keys of the others are written over."""
+        request.computed += count
+        request.length += count
+        request.chosen += count
+        request.ahead, request.proposed = 0, []
 
     def _next_steady(self, plan: Plan) -> Plan:
         """Return the same rows one token on."""
@@ -202,43 +243,31 @@ class Scheduler:
         rows: list[tuple[Request, int]] = []
         for request in self.running:
             if not request.is_reading:
-                rows.append((request, 1))
+                rows.append((request, 1 + request.ahead))
         num_decoding = len(rows)
-        budget = min(self._for_prompts(num_decoding), self.max_tokens - num_decoding)
+        left = self.max_tokens - sum(count for _, count in rows)
+        budget = min(self._for_prompts(num_decoding), left)
         for request in self.running:
             if request.is_reading:
-                count = self._piece(request, budget, must=len(rows) == num_decoding)
+                cost = self._cost(request) if num_decoding else 1.0
+                must = len(rows) == num_decoding
+                count = self._piece(request, int(budget / cost), must)
                 if not count:
                     break
                 rows.append((request, count))
-                budget -= count
-        tokens: list[int] = []
-        chooses = []
-        for request, count in rows:
-            at = request.computed
-            if request.on_device and at == request.length - 1:
-                tokens.append(LAST)
-            else:
-                first = request.start + at
-                tokens += request.row.ids[first : first + count]
-            chooses.append(at + count == request.length)
-        step = Step(
-            tokens,
-            [count for _, count in rows],
-            [request.computed for request, _ in rows],
-            [request.slot for request, _ in rows],
-            chooses,
-        )
-        requests = [request for request, _ in rows]
-        choosing = [r for r, does in zip(requests, chooses, strict=True) if does]
-        return Plan(step, requests, choosing)
+                budget -= int(count * cost)
+        return _lay_out([piece for row in rows for piece in _pieces(*row)])
 
     def _for_prompts(self, num_decoding: int) -> int:
         """Return how many tokens of prompts this step may have."""
         if self.usual_tokens is None or not num_decoding:
             return self.max_tokens
         num_reading = len(self.running) - num_decoding + len(self.waiting)
-        return max(self.usual_tokens // 4, self.usual_tokens * num_reading // num_decoding)
+        return max(self.usual_tokens // 8, self.usual_tokens * num_reading // num_decoding)
+
+    def _cost(self, request: Request) -> float:
+        """Return how many times the first token's cost its next tokens have."""
+        return 1.0 if self.costly_keys is None else 1.0 + request.computed / self.costly_keys
 
     def _piece(self, request: Request, budget: int, must: bool) -> int:
         """Return how many tokens of a prompt are read now; `must`: some, however few are left."""
@@ -265,6 +294,23 @@ class Scheduler:
             growing = [request for request in growing if request is not youngest]
         for request in growing:
             self._add_pages(request, self.pool.take(1))
+        self._make_room_ahead()
+
+    def _make_room_ahead(self) -> None:
+        """Let as much be proposed as there is room for, at nobody's cost."""
+        num_decoding = sum(not request.is_reading for request in self.running)
+        others = num_decoding < len(self.running) or bool(self.waiting)
+        budget = (self.max_tokens - num_decoding) // (2 if others else 1)
+        for r in self.running:
+            if not r.ahead:
+                continue
+            most = min(budget, r.row.limit - r.chosen - 1, self.context - r.length)
+            r.ahead = max(min(r.ahead, most), 0)
+            new = self.pages_for(r.length + r.ahead) - len(r.pages)
+            if 0 < new <= self.pool.num_free:
+                self._add_pages(r, self.pool.take(new))
+            r.ahead = min(r.ahead, len(r.pages) * self.page_size - r.length)
+            budget -= r.ahead
 
     def _growing(self) -> tuple[list[Request], list[Request]]:
         """Return the rows whose next token needs a page, and those whose context is full."""
@@ -283,7 +329,7 @@ class Scheduler:
             request = self.waiting[0]
             if not request.keys:
                 request.keys = self._keys(request)
-            most = (request.base - 1) // self.unit * self.unit // self.page_size
+            most = request.num_context // self.unit * self.unit // self.page_size
             found = self.pool.find(request.keys[:most])
             found = found[: len(found) * self.page_size // self.unit * self.unit // self.page_size]
             if len(found) < most and request.keys[len(found)] in self._computing:
@@ -337,6 +383,8 @@ class Scheduler:
         """Send the youngest back to the front of the queue."""
         self.num_put_back += 1
         self._leave(request)
+        if request.targets is not None:
+            request.targets = request.row.targets
         request.length = len(request.row.ids) - request.start
         if not self.replay_by_token:
             request.base, request.keys = request.length, []
@@ -356,4 +404,49 @@ class Scheduler:
         self.pool.release(request.pages)
         request.pages, request.num_registered, request.computed = [], 0, 0
         request.on_device = False
+        request.ahead, request.proposed = 0, []
         self._steady = None
+
+
+def _pieces(request: Request, count: int) -> Iterator[tuple[Request, int, int]]:
+    """Cut new tokens of a request into rows (first, how many): where logits are wanted, by one."""
+    end = request.computed + count
+    first = end if request.targets is None else max(request.computed, request.num_context)
+    if first > request.computed:
+        yield request, request.computed, min(first, end) - request.computed
+    for at in range(first, end):
+        yield request, at, 1
+
+
+def _lay_out(rows: list[tuple[Request, int, int]]) -> Plan:
+    """Lay rows (whose, first token, how many) end to end; proposals are the last of a row's."""
+    tokens: list[int] = []
+    chooses, choosing, scoring = [], [], []
+    num_logits = 0
+    for request, at, count in rows:
+        ahead = request.ahead
+        if request.on_device and at == request.length - 1 and not ahead:
+            tokens.append(LAST)
+        else:
+            first = request.start + at
+            tokens += request.row.ids[first : first + count - ahead]
+            tokens += (request.proposed or [LAST] * ahead)[:ahead]  # to be drafted
+        is_scored = request.targets is not None and at >= request.num_context
+        is_chosen = request.targets is None and at + count - ahead == request.length
+        if is_scored:
+            scoring.append((num_logits, request, at - request.num_context))
+        elif is_chosen:
+            choosing.append(request)
+        chooses.append(is_scored or is_chosen)
+        num_logits += chooses[-1] * (1 + ahead)
+    requests = [request for request, _, _ in rows]
+    step = Step(
+        tokens,
+        [count for _, _, count in rows],
+        [at for _, at, _ in rows],
+        [request.slot for request in requests],
+        chooses,
+        [r.ahead for r in requests] if any(r.ahead for r in requests) else [],
+    )
+    is_verified = bool(step.num_proposed) or any(r.drafts for r in choosing)
+    return Plan(step, requests, choosing, scoring, is_verified)

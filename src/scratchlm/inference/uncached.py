@@ -22,14 +22,14 @@ class UncachedRunner:
     ) -> Float[Tensor, "choosing vocab"]:
         """Return logits of the rows that choose."""
         logits, at = [last.new_empty((0, self.model.config.vocab_size), dtype=torch.float32)], 0
-        for count, start, slot, chooses in zip(
-            step.counts, step.starts, step.slots, step.chooses, strict=True
+        for count, start, slot, wanted in zip(
+            step.counts, step.starts, step.slots, step.num_logits, strict=True
         ):
             tokens = step.tokens[at : at + count]
             at += count
             tokens = [int(last[slot])] if tokens == [LAST] else tokens
             row = self._rows[slot] = [*self._rows.get(slot, [])[:start], *tokens]
-            if chooses:
+            if wanted:
                 hidden = self.model.hidden(torch.tensor([row], device=last.device))
-                logits.append(self.model.lm_head(hidden[:, -1]))
+                logits.append(self.model.lm_head(hidden[0, -wanted:]))
         return torch.cat(logits[1:] or logits)

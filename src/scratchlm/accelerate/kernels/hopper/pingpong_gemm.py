@@ -23,6 +23,7 @@ Gluon is experimental and has no CPU interpreter: `accelerate/hopper.py` says wh
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -188,9 +189,16 @@ def load_operands(
 
 # Host side
 
+_thread = threading.local()
+
 
 def tma_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe a matrix for TMA, which reads zeros, and drops writes, outside of it."""
+    if not getattr(_thread, "has_context", False):
+        # The driver encodes a descriptor in the thread's CUDA context. A thread of autograd whose
+        # first CUDA call this is has none yet: any small launch makes one.
+        matrix.new_zeros(1)
+        _thread.has_context = True
     return TensorDescriptor.from_tensor(matrix, [rows, columns], SHARED_LAYOUT)
 
 

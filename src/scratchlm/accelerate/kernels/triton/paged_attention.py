@@ -156,13 +156,13 @@ def paged_attention(
     """out (tokens, heads, d) of one tile and one head of keys. Grid: (tiles, KV_HEADS, SPLITS).
 
     GROUP: query heads to a head of keys, padded. BLOCK_T divides PAGE. With IS_SPLIT a program
-    takes SPLIT_KEYS keys, BLOCK_Q is 1, and `partial` (tokens, heads, splits, d) and `lse` get the
-    results. WINDOW = 0: no sliding window.
+    takes SPLIT_KEYS keys, and `partial` (tokens, heads, splits, d) and `lse` get the results.
+    WINDOW = 0: no sliding window.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, first = tl.load(tile_rows + tile), tl.load(tile_tokens + tile).to(tl.int64)
     count, start = tl.load(tile_counts + tile), tl.load(positions + first)
-    end = start + count  # of the keys that the tile's last token sees
+    end = tl.where(count > 0, start + count, 0)  # of the keys that the tile's last token sees
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
@@ -221,19 +221,24 @@ def combine_splits(
     lse,
     out,
     tile_tokens,
+    tile_counts,
     SPLITS,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
-    """out[token, head] = Σ softmax(lse)ᵢ partialᵢ. Grid: (tiles, HEADS)."""
-    line = tl.load(tile_tokens + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
-    i, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    log_sum = tl.load(lse + line * SPLITS + i, mask=i < SPLITS, other=_LOWEST)
-    weight = tl.where(log_sum > _LOWEST, tl.exp(log_sum - tl.max(log_sum, 0)), 0.0)
-    mask = (weight > 0.0)[:, None] & (d < D)[None, :]
-    at = (line * SPLITS + i)[:, None] * D + d[None, :]
-    parts = tl.load(partial + at, mask=mask, other=0.0)
-    whole = tl.sum(parts * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
-    tl.store(out + line * D + d, whole.to(out.dtype.element_ty), mask=d < D)
+    """out[token, head] = Σ softmax(lse)ᵢ partialᵢ. Grid: (tiles · BLOCK_Q, HEADS)."""
+    tile, in_tile = tl.program_id(0) // BLOCK_Q, tl.program_id(0) % BLOCK_Q
+    if in_tile < tl.load(tile_counts + tile):
+        token = tl.load(tile_tokens + tile).to(tl.int64) + in_tile
+        line = token * HEADS + tl.program_id(1)
+        i, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        log_sum = tl.load(lse + line * SPLITS + i, mask=i < SPLITS, other=_LOWEST)
+        weight = tl.where(log_sum > _LOWEST, tl.exp(log_sum - tl.max(log_sum, 0)), 0.0)
+        mask = (weight > 0.0)[:, None] & (d < D)[None, :]
+        at = (line * SPLITS + i)[:, None] * D + d[None, :]
+        parts = tl.load(partial + at, mask=mask, other=0.0)
+        whole = tl.sum(parts * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
+        tl.store(out + line * D + d, whole.to(out.dtype.element_ty), mask=d < D)
