@@ -1,0 +1,118 @@
+"""Ask a server as many users do, and measure what they see: a client in processes of its own.
+
+    python bench/load.py URL < work.json
+
+`work.json` is a list of users, each a list of bodies asked one after the other; all users at once.
+For every answer: seconds until its first piece, between tokens (from the first piece to the last,
+over the tokens after the first), and in all; and its tokens, as the last chunk counts them
+(`stream_options`; else its pieces). Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass
+class Seen:
+    """What one user saw of one answer, in seconds."""
+
+    first: float
+    between: float
+    total: float
+    tokens: int
+    began: float  # by the clock that all processes of a machine share
+    ended: float
+
+
+async def ask(url: str, body: dict[str, Any], path: str) -> Seen:
+    """Stream one answer."""
+    parts = urlsplit(url)
+    data = json.dumps(body).encode()
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
+    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + data)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"error: {status!r} {(await reader.read(2000))!r}")
+    times, tokens = [], 0
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
+        choices = event.get("choices") or [{}]
+        if choices[0].get("text") or choices[0].get("token_ids"):
+            times.append(time.monotonic())
+    writer.close()
+    ended = time.monotonic()
+    tokens = tokens or len(times)
+    between = (times[-1] - times[0]) / max(tokens - 1, 1)
+    return Seen(times[0] - began, between, ended - began, tokens, began, ended)
+
+
+async def all_users(url: str, users: Sequence[Sequence[dict[str, Any]]], path: str) -> list[Seen]:
+    """Let every user ask one thing after the other, all users at once."""
+
+    async def user(bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+        return [await ask(url, body, path) for body in bodies]
+
+    found = await asyncio.gather(*(user(bodies) for bodies in users))
+    return [seen for of_user in found for seen in of_user]
+
+
+def load(
+    url: str,
+    users: Sequence[Sequence[dict[str, Any]]],
+    path: str = "/v1/completions",
+    processes: int = 1,
+) -> list[Seen]:
+    """Run users in processes of their own; return what they saw."""
+    command = [sys.executable, __file__, url, path]
+    started = []
+    for number in range(processes):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(users[number::processes]).encode())
+        process.stdin.close()
+        started.append(process)
+    found: list[Seen] = []
+    for process in started:
+        assert process.stdout is not None
+        answer = process.stdout.read()
+        if process.wait():
+            raise SystemExit("error: a load process failed")
+        found += [Seen(**seen) for seen in json.loads(answer)]
+    return found
+
+
+def rate(found: Sequence[Seen]) -> float:
+    """Return tokens per second, from the first request to the last answer."""
+    begin, end = min(seen.began for seen in found), max(seen.ended for seen in found)
+    return sum(seen.tokens for seen in found) / (end - begin)
+
+
+def medians(found: Sequence[Seen]) -> tuple[float, float, float]:
+    """Return the median seconds to the first piece, between tokens, and in all."""
+    return (
+        statistics.median(seen.first for seen in found),
+        statistics.median(seen.between for seen in found),
+        statistics.median(seen.total for seen in found),
+    )
+
+
+if __name__ == "__main__":
+    seen_by_all = asyncio.run(all_users(sys.argv[1], json.load(sys.stdin), sys.argv[2]))
+    print(json.dumps([asdict(seen) for seen in seen_by_all]))

@@ -1,0 +1,160 @@
+"""Generate for a request and answer it, whole or as a stream; whoever goes away is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from scratchlm.inference.device_sampling import NO_VALID_TOKEN
+from scratchlm.inference.rows import Generation, Piece, TokenLogprob
+from scratchlm.serve.engine_thread import Submission
+from scratchlm.serve.generation import Generate
+from scratchlm.serve.openai_format import DONE, Answer, AnswerStream, event
+from scratchlm.serve.refusals import Refusal, json_response
+from scratchlm.serve.service import Service
+
+log = logging.getLogger("scratchlm.serve")
+ReadPrompt = list[TokenLogprob | None]
+LONG = 1000  # tokens whose log-probabilities are written beside the event loop
+
+
+@contextlib.asynccontextmanager
+async def given_up_with(receive: Receive, submission: Submission) -> AsyncIterator[None]:
+    """Cancel a submission when its client goes away, and when the block is left."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        submission.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        submission.cancel()
+        watcher.cancel()
+
+
+async def answer(service: Service, request: Generate, http: Request) -> Response:
+    """Answer a request to generate."""
+    service.check_running()
+    tokenizer = service.loaded.tokenizer
+    if request.stream:
+        submission = await _submit(service, request)
+        return EventStream(AnswerStream(request, service.name, tokenizer), submission)
+    writer = Answer(request, service.name, tokenizer)
+    read = None
+    if request.echo and request.num_logprobs is not None:
+        read = await _score(service, request, http)
+    generations = [Generation() for _ in request.prompts]
+    if request.rows:
+        generations = await _gather(await _submit(service, request), http)
+    if read is None or request.num_prompt_tokens < LONG:
+        return json_response(writer.whole(generations, read))
+    return await asyncio.to_thread(lambda: json_response(writer.whole(generations, read)))
+
+
+async def _submit(service: Service, request: Generate) -> Submission:
+    return await service.submit(request.rows, num_logprobs=request.num_logprobs, salt=request.salt)
+
+
+async def _gather(submission: Submission, http: Request) -> list[Generation]:
+    """Wait for all that is to come, as long as the client does."""
+    generations = [Generation() for _ in submission.lengths]
+    async with given_up_with(http.receive, submission):
+        async for found in submission.news():
+            for news in found:
+                if news.error is not None:
+                    raise failure(news.error)
+                for piece in news.pieces:
+                    generations[news.index].add(piece)
+    if submission.num_open:
+        raise Refusal(499, "the client has gone away")  # nobody is there to read it
+    return generations
+
+
+async def _score(service: Service, request: Generate, http: Request) -> list[ReadPrompt]:
+    """Return the log-probabilities of every choice's prompt, each prompt read once.
+
+    A token's come from what is before it, so the first has none.
+    """
+    repeat, best = len(request.prompts) // request.num_prompts, request.num_logprobs or 0
+    prompts = request.prompts[::repeat]
+    scored = [ids for ids in prompts if len(ids) > 1]
+    found: list[Generation] = []
+    if scored:
+        submission = await service.score(scored, num_logprobs=max(best, 1), salt=request.salt)
+        found = await _gather(submission, http)
+    of_scored = iter(found)
+    read: list[ReadPrompt] = []
+    for ids in prompts:
+        logprobs = (next(of_scored).logprobs or []) if len(ids) > 1 else []
+        entries = [replace(one, best=one.best[:best]) for one in logprobs]
+        read += [[None, *entries]] * repeat
+    return read
+
+
+def failure(error: BaseException) -> Refusal:
+    """Say in one line what a request failed by; the log has the rest."""
+    if str(error) == NO_VALID_TOKEN:
+        return Refusal(500, NO_VALID_TOKEN, code="no_valid_token")
+    if is_out_of_memory(error):
+        return Refusal(500, "not enough memory for this step", code="out_of_memory")
+    log.error("a request failed", exc_info=error)
+    return Refusal(500, "the request failed in the engine; the server's log says why")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether something did not fit in memory, as Python or torch say it."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+class EventStream(Response):
+    """The answer to one request as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, writer: AnswerStream, submission: Submission) -> None:
+        self.status_code = 200
+        self.background = None
+        self.writer, self.submission = writer, submission
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events as they come."""
+        async with given_up_with(receive, self.submission):
+            headers = self.raw_headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send_body(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_body(self, send: Send) -> None:
+        async def write(data: bytes) -> None:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        writer = self.writer
+        await write(writer.first())
+        async for found in self.submission.news():
+            pieces: dict[int, list[Piece]] = {}  # of each choice, those that came together
+            for news in found:
+                pieces.setdefault(news.index, []).extend(news.pieces)
+            data = b"".join([writer.pieces(*of_choice) for of_choice in pieces.items()])
+            error = next((news.error for news in found if news.error is not None), None)
+            if error is not None:
+                await write(data + event(failure(error).body()) + DONE)
+                return
+            await write(data)
+        if not self.submission.num_open:
+            await write(writer.last())

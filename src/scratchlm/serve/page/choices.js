@@ -1,0 +1,43 @@
+// One token's alternatives: rank and probability before and after the filters, and who removed whom.
+import { bar, make, percent, quoted, scroller, signed, table } from "./dom.js";
+import { look, offline } from "./api.js";
+import { givenAt, idsOf, state } from "./state.js";
+import { number } from "./numbers.js";
+import { branchFrom, sampling } from "./write.js";
+
+export const FILTER_NAMES = { top_k: "top-k", top_p: "top-p", min_p: "min-p", typical: "typical", logit_bias: "bias", "temperature 0": "temperature 0" };
+
+export const choicesBody = () => ({
+  ids: idsOf(), at: state.at, num_prompt: givenAt(state.at), seed: state.settings.seed, sampling: sampling(), best: 12,
+});
+
+export async function drawChoices(box) {
+  const asked = choicesBody();
+  const found = await look("choices", asked);
+  const context = asked.ids.slice(0, asked.at);
+  const rows = found.rows.map((row) => {
+    const chosen = row.id === found.chosen;
+    const go = make("button", { type: "button", class: "go", disabled: offline || chosen, "aria-label": `Continue with ${quoted(row.text)}`, onclick: () => branchFrom(asked.at, row) }, chosen ? "chosen" : "continue");
+    return [
+      make("code", {}, quoted(row.text)),
+      String(row.rank),
+      [number(percent(row.probability), { ids: context, kind: "probability", token: row.id }, "probability before"), bar(row.probability, 1, { wide: false })],
+      number(row.logit.toFixed(3), { ids: context, kind: "logit", token: row.id }, "logit"),
+      row.shift === null ? "forbidden" : row.shift ? signed(row.shift) : "",
+      row.removed_by ? make("span", { class: "removed" }, "removed by " + (FILTER_NAMES[row.removed_by] ?? row.removed_by)) : [percent(row.after), bar(row.after, 1, { wide: false })],
+      row.rank_after === null ? "–" : String(row.rank_after),
+      go,
+    ];
+  });
+  const made = table(`Alternatives for token ${asked.at}`, ["token", "rank", "before filters", "logit", "penalties", "after filters", "rank after", "branch"], rows, { numeric: [1, 3, 4, 6], className: "choices" });
+  [...made.tBodies[0].rows].forEach((tr, i) => { if (found.rows[i].id === found.chosen) tr.className = "chosen"; });
+  box.replaceChildren(summary(found, context), scroller("Alternatives", made));
+}
+
+function summary(found, context) {
+  const removed = Object.entries(found.removed).map(([name, count]) => `${FILTER_NAMES[name] ?? name} removed ${count}`);
+  const left = `${found.left} of ${found.vocabulary} tokens are left` + (removed.length ? `: ${removed.join(", ")}.` : ": no filter removes any.");
+  const draw = found.draw ? ` The seed draws ${found.draw.number.toFixed(4)}, which falls on ${quoted(found.draw.text)}.` : "";
+  return make("p", {}, left, " Entropy ", number(found.entropy.toFixed(3), { ids: context, kind: "entropy" }, "entropy"),
+    ` bits before, ${found.entropy_after.toFixed(3)} after.`, draw);
+}

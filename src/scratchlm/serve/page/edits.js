@@ -1,0 +1,132 @@
+// Changing the model while it runs: parts scaled by sliders, and patches between two prompts.
+import { at, bar, fail, make, percent, quoted, scroller, select, signed, table, visible } from "./dom.js";
+import { ask, look, offline } from "./api.js";
+import { change, idsOf, state } from "./state.js";
+import { tokens } from "./tokens.js";
+import { model } from "./write.js";
+
+export const KINDS = {
+  head: { name: "head", index: () => model.heads, point: (e) => [`layers.${e.layer}.attn.heads`], part: "heads" },
+  attention: { name: "attention of a layer", point: (e) => [`layers.${e.layer}.attn.out`] },
+  ffn: { name: "feed-forward of a layer", point: (e) => [`layers.${e.layer}.ffn.out`] },
+  layer: { name: "whole layer", point: (e) => [`layers.${e.layer}.attn.out`, `layers.${e.layer}.ffn.out`] },
+  neuron: { name: "neuron", index: () => model.neurons, point: (e) => [`layers.${e.layer}.ffn.hidden`], part: "units" },
+};
+
+export function ablateBody() {
+  const edits = state.edits.filter((e) => e.on && e.factor !== 1 && KINDS[e.kind]).flatMap((e) =>
+    KINDS[e.kind].point(e).map((point) => ({ point, factor: e.factor, ...(KINDS[e.kind].part ? { [KINDS[e.kind].part]: [e.index] } : {}) })));
+  return { ids: idsOf().slice(0, state.at), edits, best: 10 };
+}
+
+const nameOf = (e) => e.kind === "head" ? `head ${e.layer}.${e.index}` : e.kind === "neuron" ? `neuron ${e.index} of layer ${e.layer}`
+  : e.kind === "layer" ? `layer ${e.layer}` : e.kind === "ffn" ? `feed-forward of layer ${e.layer}` : `attention of layer ${e.layer}`;
+
+export async function drawAblation(box) {
+  if (!at("edits") || !box.contains(at("edits"))) {
+    box.replaceChildren(
+      make("p", {}, "Scale a part of the model while it runs: 0 takes it out, 1 leaves it as it is. The table shows what would come next."),
+      adder(), make("ul", { id: "edits" }), make("div", { id: "ablated" }));
+  }
+  drawEdits();
+  await drawAblated();
+}
+
+function adder() {
+  const chosen = { kind: "head", layer: Math.min(state.layer, model.layers - 1), index: state.head };
+  const index = make("input", { type: "number", min: "0", step: "1", value: String(chosen.index), id: "edit-index" });
+  const label = make("label", { for: "edit-index" }, "number ");
+  const kind = select("part", Object.entries(KINDS).filter(([key]) => key !== "neuron" || model.neurons).map(([key, one]) => [key, one.name]), chosen.kind, (value) => {
+    chosen.kind = value;
+    index.hidden = label.hidden = !KINDS[value].index;
+  });
+  const layer = select("layer", [...Array(model.layers).keys()].map((i) => [i, String(i)]), chosen.layer, (value) => { chosen.layer = Number(value); });
+  const add = make("button", { type: "button", id: "edit-add", disabled: offline, onclick: () => {
+    const most = KINDS[chosen.kind].index?.() ?? 1;
+    const i = KINDS[chosen.kind].index ? Math.max(0, Math.min(most - 1, Math.floor(Number(index.value) || 0))) : 0;
+    change({ edits: [...state.edits, { kind: chosen.kind, layer: chosen.layer, index: i, factor: 0, on: true }] });
+  } }, "Ablate");
+  return make("div", { class: "row" }, kind, layer, label, index, add);
+}
+
+function drawEdits() {
+  const list = at("edits");
+  if (list.children.length === state.edits.length && list.contains(document.activeElement) && document.activeElement.type === "range") return;
+  list.replaceChildren(...state.edits.map((e, i) => {
+    const set = (changes) => change({ edits: state.edits.map((old, j) => (j === i ? { ...old, ...changes } : old)) });
+    const shown = make("output", {}, "× " + e.factor.toFixed(2));
+    const slider = make("input", { type: "range", min: "0", max: "2", step: "0.05", value: String(e.factor), "aria-label": `Factor of ${nameOf(e)}`, disabled: offline, oninput: () => {
+      shown.textContent = "× " + Number(slider.value).toFixed(2);
+      set({ factor: Number(slider.value) });
+    } });
+    const on = make("input", { type: "checkbox", checked: e.on, disabled: offline, onchange: () => set({ on: on.checked }) });
+    return make("li", {}, make("label", {}, on, " " + nameOf(e)), slider, shown,
+      make("button", { type: "button", disabled: offline, "aria-label": `Remove ${nameOf(e)}`, onclick: () => change({ edits: state.edits.filter((_, j) => j !== i) }) }, "Remove"));
+  }));
+}
+
+let latest = 0;
+async function drawAblated() {
+  const mine = ++latest, found = await look("ablate", ablateBody());
+  if (mine !== latest || !at("ablated")) return;
+  const rows = found.rows.map((row) => [make("code", {}, quoted(row.text)), percent(row.before), percent(row.after), signed(100 * (row.after - row.before), 2) + " pp", bar(row.after, 1, { negative: row.after < row.before })]);
+  at("ablated").replaceChildren(
+    make("p", { id: "bits" }, found.same_bits ? `Logits are the model's own, bit for bit (${found.bits[0]}).` : `Logits are changed (${found.bits[0]} → ${found.bits[1]}); the distribution moved by ${found.divergence.toPrecision(3)} nats (KL).`),
+    scroller("Next tokens", table(`What comes at place ${state.at}`, ["token", "before", "with the changes", "difference", "bar"], rows, { numeric: [1, 2, 3] })));
+}
+
+// Patching
+
+export const PATCHES = { stream: "the stream after a layer, by position", attention: "what attention adds, by position", "feed-forward": "what feed-forward adds, by position", heads: "heads, whole" };
+
+export async function patchBody() {
+  const ids = idsOf().slice(0, state.at);
+  const other = (await ask("/tokenize", { prompt: state.other, return_token_strs: true })).tokens;
+  if (other.length !== ids.length) throw new Error(`The other prompt must have as many tokens: ${ids.length} are before the chosen token, it has ${other.length}.`);
+  const plain = { edits: [], best: 1 };
+  const [mine, theirs] = await Promise.all([look("ablate", { ids, ...plain }), look("ablate", { ids: other, ...plain })]);
+  const token = idsOf()[state.at] ?? mine.rows[0].id;
+  const against = theirs.rows[0].id;
+  return [{ ids, other, token, ...(against === token ? {} : { against }), what: state.what }, mine, theirs];
+}
+
+export async function drawPatch(box) {
+  const input = make("textarea", { id: "other", rows: "2", "aria-describedby": "other-hint" }, "");
+  input.value = state.other;
+  const go = make("button", { type: "button", id: "patch-go", disabled: offline, onclick: () => change({ other: input.value }) }, "Compare");
+  const result = make("div", { id: "patched" });
+  box.replaceChildren(
+    make("p", {}, "Run another prompt, with one part of it at a time put in as it was in this text: where the answer comes back, the part carries it."),
+    make("label", { for: "other" }, "Other prompt"), input,
+    make("p", { class: "hint", id: "other-hint" }, `As many tokens as come before the chosen one: ${Math.min(state.at, idsOf().length)}. This text up to there: ${quoted(tokens.slice(0, state.at).map((t) => t.text).join(""))}`),
+    make("div", { class: "row" }, select("patch", Object.entries(PATCHES), state.what, (what) => change({ what })), go), result);
+  if (!state.other) return;
+  try {
+    result.replaceChildren(...heatMap(...(await patched())));
+    fail(null);
+  } catch (error) {
+    result.replaceChildren(make("p", { class: "error" }, error.message));
+  }
+}
+
+async function patched() {
+  const [asked, mine, theirs] = await patchBody();
+  return [asked, await look("patch", asked), mine, theirs];
+}
+
+function heatMap(asked, found, mine, theirs) {
+  const name = (id) => quoted([...mine.rows, ...theirs.rows].find((row) => row.id === id)?.text ?? tokens[state.at]?.text ?? "#" + id);
+  const span = found.clean - found.other || 1;
+  const cell = (value) => {
+    const x = (value - found.other) / span;
+    return make("td", { class: `number ${x >= 0 ? "" : "negative "}shade-${Math.max(0, Math.min(11, Math.floor(12 * Math.abs(x))))}` }, value.toFixed(2));
+  };
+  const column = (i) => make("th", { scope: "row" }, make("small", {}, String(i)), " ", found.by === "position" ? make("code", {}, visible(tokens[i]?.text ?? "").trimStart()) : "");
+  const metric = asked.against === undefined ? `the logit of ${name(asked.token)}` : `the logit of ${name(asked.token)} minus that of ${name(asked.against)}`;
+  return [
+    make("p", {}, `Shown is ${metric}: ${found.clean.toFixed(3)} in this text, ${found.other.toFixed(3)} in the other. The stronger the colour, the nearer to this text; striped is away from it.`),
+    scroller("Patches", make("table", { class: "lens" }, make("caption", {}, `With one part patched: ${found.by}s × layers`),
+      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, found.by), ...found.rows.map((row) => make("th", { scope: "col" }, row.replace("layers.", "layer "))))),
+      make("tbody", {}, ...found.columns.map((i) => make("tr", {}, column(i), ...found.values.map((row) => cell(row[i]))))))),
+  ];
+}

@@ -1,0 +1,68 @@
+// What a token cost, where experts sent it, and what the engine's cache holds.
+import { amount, bar, behind, duration, make, percent, quoted, scroller, select, table, visible } from "./dom.js";
+import { look, offline } from "./api.js";
+import { change, givenAt, idsOf, state } from "./state.js";
+import { number } from "./numbers.js";
+import { times, tokens } from "./tokens.js";
+import { model } from "./write.js";
+
+export const costBody = () => ({ at: Math.max(1, state.at), num_prompt: givenAt(state.at), machine: state.machine });
+
+export async function drawCost(box) {
+  const asked = costBody(), found = await look("cost", asked);
+  const how = found.phase === "prefill" ? `a request that begins here reads all ${found.prompt} tokens before it (prefill)` : `it was chosen by one step over the token before it, with ${found.cache} tokens in the cache (decode)`;
+  const took = times.get(`${state.branch}.${state.at}`);
+  const lines = found.lines.map((line) => [make("span", { class: "depth-" + Math.min(4, line.depth) }, line.name), make("code", {}, line.symbols), make("code", {}, line.numbers), String(line.value)]);
+  const parts = found.parts.map((part) => [part.name, amount(part.flops, "FLOP"), amount(part.bytes, "B"), duration(part.seconds), part.bound]);
+  box.replaceChildren(
+    make("p", {}, `Token ${asked.at}: ${how}.`),
+    make("dl", { class: "figures" },
+      ...figure("arithmetic", amount(found.flops, "FLOP")), ...figure("memory traffic", amount(found.bytes, "B")),
+      ...figure(`at the limits of a ${found.machine}`, duration(found.seconds)), ...figure("took here", took === undefined ? "not measured" : duration(took))),
+    select("machine", found.machines.map((name) => [name, name]), state.machine, (machine) => change({ machine })),
+    scroller("By component", table(`By component, in ${found.precision}: the longer of arithmetic and memory bounds each`, ["component", "arithmetic", "memory", "time", "bound by"], parts, { numeric: [1, 2, 3] })),
+    behind("Every term with its formula", scroller("Formulas", table("FLOPs of this step", ["line", "formula", "with the sizes in", "FLOP"], lines, { numeric: [3] }))));
+}
+
+const figure = (name, value) => [make("div", {}, make("dt", {}, name), make("dd", {}, value))];
+
+export async function drawExperts(box) {
+  const ids = idsOf(), found = await look("experts", { ids });
+  if (!found.layers.length) {
+    box.replaceChildren(make("p", {}, "This model has no experts: every token goes through the same feed-forward layers."));
+    return;
+  }
+  const places = ids.map((_, i) => i).slice(Math.max(0, state.at - 3), Math.max(0, state.at - 3) + 10);
+  const head = make("tr", {}, make("th", { scope: "col" }, "layer"), ...places.map((i) => make("th", { scope: "col", class: i === state.at ? "here" : "" }, make("small", {}, String(i)), " ", make("code", {}, visible(tokens[i]?.text ?? "")))));
+  const rows = found.layers.map((layer) => make("tr", {}, make("th", { scope: "row" }, String(layer.layer)), ...places.map((i) =>
+    make("td", { class: i === state.at ? "here" : "" }, ...layer.experts[i].map((expert, j) => make("div", {}, `${expert}: `, number(percent(layer.weights[i][j]), { ids, kind: "expert", layer: layer.layer, position: i, chosen: j }, `weight of expert ${expert}`)))))));
+  const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), percent(load), bar(load, 1)]));
+  box.replaceChildren(
+    make("p", {}, "Each token chooses a few experts in every layer; its answer is theirs, weighted."),
+    scroller("Experts", make("table", { class: "lens" }, make("caption", {}, "Chosen experts and their weights"), make("thead", {}, head), make("tbody", {}, ...rows))),
+    scroller("Load", table("Share of this text's choices that fell on each expert", ["layer", "expert", "share", "bar"], loads, { numeric: [0, 1, 2] })));
+}
+
+export async function drawCache(box) {
+  const ids = idsOf(), found = await look("cache", { ids }, { fresh: !offline });
+  const shared = new Set(found.shared.pages);
+  const state_of = ([holders, kept], i) => (shared.has(i) ? "shared" : holders > 1 ? "many" : holders ? "held" : kept ? "kept" : "free");
+  const names = { shared: "holds the beginning of this text", many: "held by several requests", held: "held by one request", kept: "free, its content can still be found", free: "free" };
+  const counts = {};
+  const cells = found.pages.map((page, i) => {
+    const kind = state_of(page, i);
+    counts[kind] = (counts[kind] || 0) + 1;
+    return make("i", { class: "page-" + kind, title: `page ${i}: ${names[kind]}` });
+  });
+  const rows = Object.entries(names).map(([kind, name]) => [make("i", { class: "swatch page-" + kind, "aria-hidden": "true" }), name, String(counts[kind] || 0)]);
+  box.replaceChildren(
+    make("p", {}, found.shared.tokens
+      ? `The first ${found.shared.tokens} tokens of this text are in the cache (pages ${found.shared.pages.join(", ")}): a request that begins like it does not compute them again.`
+      : `No whole page of this text is in the cache: a page holds ${found.page_size} tokens, and only full pages of prompts are shared.`),
+    make("dl", { class: "figures" }, ...figure("pages", `${found.num_held} of ${found.num_pages} held`), ...figure("a page", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
+      ...figure("found instead of computed", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
+    make("div", { class: "pages", "aria-hidden": "true" }, ...cells),
+    scroller("Pages by use", table("Pages by use", ["sign", "page", "how many"], rows, { numeric: [2] })),
+    make("button", { type: "button", disabled: offline, onclick: () => drawCache(box) }, "Look again"),
+    behind("Running requests", scroller("Running requests", table("Running requests", ["tokens", "pages"], found.running.map((one) => [String(one.length), one.pages.join(", ")]), { numeric: [0] }))));
+}

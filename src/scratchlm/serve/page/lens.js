@@ -1,0 +1,63 @@
+// The logit lens, layers × positions, and attribution: bars that add up to the logit.
+import { bar, make, percent, quoted, scroller, select, shade, signed, table, visible } from "./dom.js";
+import { look } from "./api.js";
+import { change, idsOf, state } from "./state.js";
+import { number } from "./numbers.js";
+import { tokens } from "./tokens.js";
+import { choicesBody } from "./choices.js";
+import { model } from "./write.js";
+
+const WIDTH = 10; // positions beside each other
+
+export function lensBody() {
+  const ids = idsOf(), last = Math.max(0, ids.length - WIDTH);
+  const start = Math.min(last, Math.max(0, state.at - 1 - WIDTH / 2));
+  return { ids, start, stop: Math.min(ids.length, start + WIDTH), best: 3 };
+}
+
+export async function drawLens(box) {
+  const asked = lensBody(), found = await look("lens", asked);
+  const places = [...Array(found.stop - found.start).keys()].map((i) => i + found.start);
+  const head = make("tr", {}, make("th", { scope: "col" }, "after"), ...places.map((i) =>
+    make("th", { scope: "col", class: i === state.at - 1 ? "here" : "" }, make("small", {}, String(i)), " ", make("code", {}, visible(tokens[i]?.text ?? "").trimStart()))));
+  const rows = [...found.layers].reverse().map(({ point, cells }) => make("tr", {}, make("th", { scope: "row" }, point === "embed" ? "embedding" : point.replace("layers.", "layer ").replace(".out", "")),
+    ...cells.map((guesses, i) => {
+      const [[, text, p]] = guesses;
+      const said = guesses.map(([, t, q]) => `${quoted(t)} ${percent(q)}`).join(", ");
+      return make("td", { class: `${shade(p)} ${places[i] === state.at - 1 ? "here" : ""}`, title: said }, make("code", {}, visible(text).trimStart() || "∅"), make("small", {}, percent(p)));
+    })));
+  box.replaceChildren(
+    make("p", {}, "The final norm and the head, applied after the embedding and after every layer: what the model would say if it stopped there. A column is a position, and what it says comes next; the top row is the model's own answer."),
+    scroller("Logit lens", make("table", { class: "lens" }, make("caption", {}, `Likeliest token after each layer, positions ${found.start} to ${found.stop - 1}`), make("thead", {}, head), make("tbody", {}, ...rows))),
+    make("p", { class: "hint" }, "The stronger the colour, the surer. Choose another token above to move along the text."));
+}
+
+// Attribution
+
+export async function attributionBody() {
+  const choices = await look("choices", choicesBody());
+  const token = choices.chosen ?? choices.rows[0].id;
+  const against = state.against !== null && state.against !== token ? { against: state.against } : {};
+  return [{ ids: idsOf().slice(0, state.at), token, ...against }, choices];
+}
+
+export async function drawAttribution(box) {
+  if (!model.adds_up) {
+    box.replaceChildren(make("p", {}, "After a post-norm block the stream is not a sum of the model's parts, so no bars add up to a logit."));
+    return;
+  }
+  const [asked, choices] = await attributionBody();
+  const found = await look("attribution", asked);
+  const low = Math.min(0, ...found.parts.map(([, share]) => share)), high = Math.max(0, ...found.parts.map(([, share]) => share));
+  const rows = found.parts.slice(0, 40).map(([part, share]) => [make("code", {}, part), signed(share, 4), bar(share, high - low || 1, { negative: share < 0, from: Math.min(share, 0) - low })]);
+  const rest = found.parts.slice(40).reduce((sum, [, share]) => sum + share, 0);
+  if (found.parts.length > 40) rows.push([`${found.parts.length - 40} more`, signed(rest, 4), ""]);
+  rows.push([make("strong", {}, "sum of all"), signed(found.sum, 4), ""]);
+  const lead = found.against ? ` minus that of ${quoted(found.against[1])}` : "";
+  const options = [["", "nothing"], ...choices.rows.filter((row) => row.id !== asked.token).map((row) => [row.id, quoted(row.text)])];
+  const value = found.against ? found.logit.toFixed(4) : number(found.logit.toFixed(4), { ids: asked.ids, kind: "logit", token: asked.token }, "logit");
+  box.replaceChildren(
+    make("p", {}, `The logit of ${quoted(found.token[1])}${lead} is `, value, `; the shares add up to it (rounding: ${found.error.toExponential(1)}). The final norm's scale is held fixed, and what a part does through later layers is not in its share.`),
+    select("compare with", options, asked.against ?? "", (against) => change({ against: against === "" ? null : Number(against) })),
+    scroller("Shares", table(`Who wrote the logit of token ${asked.ids.length}`, ["part", "share", "bar"], rows, { numeric: [1] })));
+}
