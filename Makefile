@@ -50,6 +50,7 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/model.py --shape demo
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/engine.py --only cpu
+	$(BIN)/python bench/evaluate.py
 	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/loading.py
@@ -63,6 +64,7 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/curves.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/decode.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/engine.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/evaluate.py --device cuda --dtype bfloat16 --preset qwen3-0.6b --cases 64 --batch-size 64
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
 
 # Rewrites the generated pages, then builds the site into site/ (index.html opens in a browser).

@@ -1,6 +1,7 @@
 """Every command of README and docs is run as written, with small stand-ins for the names."""
 
 import io
+import json
 import re
 import shlex
 import sys
@@ -26,10 +27,20 @@ OTHERS = (
     r"python bench/\w+\.py.*",
     r"pip install .*",
     r"python examples/\w+\.py",
+    r"curl -s localhost:8000/.*",  # tests/serve asks a server so
 )
 OWN = (
     "import torch\n\n\ndef run_silu(in_features):\n    return in_features * in_features.sigmoid()\n"
 )
+TASKS = {
+    "capitals.jsonl": '{"context": "Paris is in", "choices": [" France", " Spain"], "answer": 0}',
+    "words.jsonl": '{"context": "The cat sat on the", "next": " mat"}',
+    "reviews.jsonl": "\n".join(
+        f'{{"text": "It was {word}", "label": "{label}"}}'
+        for word, label in (("fine", "good"), ("dull", "bad")) * 8
+    ),
+    "questions.jsonl": '{"question": "Who?", "context": "It was Ann.", "answer": "Ann"}\n' * 8,
+}
 # A GPU's settings are refused where there is none, by name.
 NEEDS_GPU = r"train\.\S+ needs a CUDA device"
 
@@ -59,6 +70,10 @@ def stand_ins(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(TEXT)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    liked = {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{**chat[1], "content": "no"}]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    (tmp_path / "preferences.jsonl").write_text((json.dumps(liked) + "\n") * 4)
     tokenizer = byte_tokenizer("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     config = ModelConfig(tokenizer.vocab_size, 64, 16, 2, 2, positions=Rotary(layout="half"))
     for name in ("Qwen3-0.6B", "Llama-3.2-1B"):
@@ -66,6 +81,8 @@ def stand_ins(tmp_path, monkeypatch):
         model = TransformerLM(config)
         file = tokenizer.save(tmp_path / "tokenizer")
         write_hf(tmp_path / "path/to" / name, config, model.state_dict(), file)
+    for name, case in TASKS.items():
+        (tmp_path / name).write_text(case + "\n")
     config_file = tmp_path / "path/to/config.json"
     config_file.write_text((tmp_path / "path/to/Llama-3.2-1B/config.json").read_text())
     return tmp_path
@@ -86,8 +103,8 @@ def write_run(run):
 def shortened(words):
     """Make what takes minutes short: few steps, few tokens, a small vocabulary."""
     words = ["270" if word == "8192" else word for word in words]
-    if words[0] == "train" and "--resume" not in words:
-        return [*words, "--steps", "3"]
+    if words[0] in ("train", "finetune") and "--resume" not in words:
+        return [*words, "--steps", "3" if words[0] == "train" else "1"]
     if words[0] == "generate" and "--max-new-tokens" not in words:
         return [*words, "--max-new-tokens", "4"]
     if words[0] == "check":
@@ -100,8 +117,10 @@ def shortened(words):
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run(page, stand_ins, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    if page.name == "inspect.md":
-        write_run(stand_ins / "runs/mine")
+    monkeypatch.setattr("scratchlm.serve.server.Server.run", end_at_once)
+    if page.name in ("inspect.md", "evaluate.md", "serve.md", "tasks.md", "speculation.md"):
+        for run in ("mine", "small"):
+            write_run(stand_ins / "runs" / run)
     for line in lines_of(page):
         if not line.startswith("scratchlm ") or "--watch" in line:  # which never ends
             continue
@@ -117,6 +136,12 @@ def test_the_commands_of_a_page_run(page, stand_ins, monkeypatch, capsys):
         # Two steps do not reach the floor; functions that are not written are not right.
         allowed = (0, 1) if words[0] in ("demo", "check") else (0,)
         assert status in allowed, f"{line}\n{told.err}"
+
+
+def end_at_once(server, sockets):
+    """Do not serve: everything before that has been done."""
+    for one in sockets:
+        one.close()
 
 
 def call(monkeypatch, words):

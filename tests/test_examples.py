@@ -12,12 +12,13 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SHORT = {"finetune_a_skill.py": ["4"]}  # arguments with which an example takes seconds
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_an_example_runs(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys, "argv", [str(script), *SHORT.get(script.name, [])])
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(script), run_name="__main__")

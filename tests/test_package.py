@@ -17,7 +17,19 @@ import scratchlm
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OPTIONAL = {"pyarrow", "tensorboard", "triton", "setuptools"}  # asked for where they are used
+# asked for where they are used
+OPTIONAL = {
+    "pyarrow",
+    "tensorboard",
+    "triton",
+    "setuptools",
+    "jinja2",
+    "lm_eval",
+    "starlette",
+    "uvicorn",
+    "h11",
+    "anyio",
+}
 
 
 def name_of(requirement: str) -> str:

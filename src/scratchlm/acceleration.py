@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from scratchlm.accelerate.shadow_weights import ShadowWeights
@@ -91,6 +92,14 @@ def join_weights(model: TransformerLM) -> None:
         join_weights(model)
 
 
+def lay_out(model: TransformerLM, device: torch.device) -> None:
+    """Put quantised weights in the order in which this device's kernels read them."""
+    if is_available():
+        from scratchlm.accelerate.quantized import lay_out
+
+        lay_out(model, device)
+
+
 def shadow_weights(model: nn.Module, low_gradients: bool) -> ShadowWeights | None:
     """Return bf16 copies of an accelerated model's matrices, for training in low precision."""
     if not is_available():
@@ -125,6 +134,15 @@ def register_class(made: type[nn.Module], of: type[nn.Module]) -> None:
 
         if of in PLAIN_TYPES and made not in PLAIN_TYPES:
             PLAIN_TYPES.append(made)
+
+
+def register_adapted(made: type[nn.Module]) -> None:
+    """Let the fusions that add adapters to their products know a class of adapted layers."""
+    if is_available():
+        from scratchlm.accelerate.table import ADAPTED_TYPES
+
+        if made not in ADAPTED_TYPES:
+            ADAPTED_TYPES.append(made)
 
 
 def launches_for(x: Tensor) -> bool:

@@ -5,6 +5,7 @@
         training_state.safetensors   what else a run needs to go on (optional)
         config.json                  what the model is
         tokenizer.json               optional
+        tokenizer_config.json        the chat template and its special tokens (optional)
         manifest.json                size and sha256 of every file, step, versions, metadata
 
 The directory is filled beside its place; every file is flushed and fsync'd, the
@@ -50,6 +51,7 @@ T = TypeVar("T")
 FORMAT_VERSION = 1
 MODEL, TRAINING_STATE = "model.safetensors", "training_state.safetensors"
 CONFIG, TOKENIZER, MANIFEST = "config.json", "tokenizer.json", "manifest.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _CHUNK = 8 << 20
@@ -298,13 +300,14 @@ def write_checkpoint(
     model: Mapping[str, Tensor],
     config: ModelConfig,
     tokenizer_file: str | os.PathLike[str] | bytes | None = None,
+    tokenizer_config: bytes | None = None,
     training_state: Mapping[str, Tensor] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint at `directory`, whole or not at all; return its path.
 
-    `tokenizer_file`: its path, or what it holds. A whole checkpoint of that name is never
-    overwritten; a damaged one is replaced.
+    `tokenizer_file`: its path, or what it holds. `tokenizer_config`: a chat template's.
+    A whole checkpoint of that name is never overwritten; a damaged one is replaced.
     """
     directory = Path(directory)
     step = step_of(directory) if _STEP.fullmatch(directory.name) else None
@@ -321,6 +324,8 @@ def write_checkpoint(
             files[CONFIG] = _write(beside / CONFIG, [to_json(config).encode()])
             if tokenizer is not None:
                 files[TOKENIZER] = _write(beside / TOKENIZER, [tokenizer])
+            if tokenizer_config is not None:
+                files[TOKENIZER_CONFIG] = _write(beside / TOKENIZER_CONFIG, [tokenizer_config])
             manifest = _manifest(step, files, dict(metadata or {}))
             _write(beside / MANIFEST, [manifest.encode()])
             if directory.exists():

@@ -31,13 +31,21 @@ def write_atomically(path: Path, data: bytes | memoryview, folder: Path | None =
     It is written in `folder`, by default beside the file, and renamed into place; a link stays,
     and the file it leads to is replaced. An error names the file.
     """
+    stream_atomically(path, [data], folder)
+
+
+def stream_atomically(
+    path: Path, pieces: Iterable[bytes | memoryview], folder: Path | None = None
+) -> None:
+    """Write a file as `write_atomically` does, piece by piece: only the one at hand is held."""
     if path.is_symlink():
         path = path.resolve()
     if path.exists() and not path.is_file():
         raise ScratchLMError(f"{path}: not a regular file")
     with naming(path):
         with _new_file(folder or path.parent, path.name) as (beside, fd):
-            _write_all(fd, data)
+            for piece in pieces:
+                _write_all(fd, piece)
             os.fsync(fd)
             os.replace(beside, path)
         fsync_directory(path.parent)

@@ -90,6 +90,7 @@ def test_the_demo_prints_every_section(small):
         assert text in found.stdout
     assert found.stdout.count("no ") >= 2
     assert str(out / "report.html") in found.stdout
+    assert found.stdout.splitlines()[-1].startswith(f"page    scratchlm serve {out}, then open")
 
 
 def test_the_report_shows_the_floor_the_words_and_the_verdict(small):

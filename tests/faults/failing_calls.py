@@ -54,6 +54,7 @@ COMMANDS = {
     "tokenizer train": ["tokenizer", "train", "text/one.txt", "--vocab-size", "260", "--out", "t"],
     "import": ["import", "hf", "imported"],
     "export": ["export", "step", "exported"],
+    "export gguf": ["export", "step", "exported.gguf"],
     "compare": ["compare", "old", "old", "--out", "compare.png"],
     "account --html": ["account", "gpt2", "--html", "page.html"],
     "account --plot": ["account", "gpt2", "--plot", "plot.svg"],

@@ -82,6 +82,8 @@ def readers(here: Path) -> dict[str, tuple[Path, object]]:
             here / "hf" / "model.safetensors",
             lambda p: dict(read_hf(here / "hf").tensors()),
         ),
+        "GGUF": (here / "m.gguf", load_model),
+        "GGUF quantised": (here / "q.gguf", load_model),
         "tokenizer.json": (here / "tokenizer.json", load_tokenizer),
         "vocab.json": (here / "gpt2" / "vocab.json", lambda p: load_tokenizer(here / "gpt2")),
         "merges.txt": (here / "gpt2" / "merges.txt", lambda p: load_tokenizer(here / "gpt2")),
@@ -107,7 +109,7 @@ def make_world(here: Path) -> None:
     import pyarrow.parquet
 
     from scratchlm import ModelConfig, TransformerLM
-    from scratchlm.interop import write_hf
+    from scratchlm.interop import write_gguf, write_hf
     from scratchlm.tokenizer import train_bpe
     from scratchlm.tokenizer.bpe import Tokenizer
     from scratchlm.training import DataFiles, Plan, TrainConfig
@@ -124,6 +126,9 @@ def make_world(here: Path) -> None:
         ckpt.checkpoint_path(here / "run", 1), model=weights, config=config, tokenizer_file=file
     )
     write_hf(here / "hf", config, weights, file)
+    write_gguf(here / "m.gguf", config, weights, load_tokenizer(file), eos_token_ids=[256])
+    wide = config.replace(d_model=32)
+    write_gguf(here / "q.gguf", wide, TransformerLM(wide).state_dict(), quantize="q8_0")
     data = write_data(here / "data")
     plan = Plan(config, TrainConfig(), DataFiles(data / "train.bin", data / "val.bin", file))
     write_plan(here / "run", plan)

@@ -17,7 +17,7 @@ from scratchlm.config import load_config, preset, to_json, to_toml
 from scratchlm.data import TokenFile
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
-from scratchlm.interop import read_hf, write_hf
+from scratchlm.interop import read_gguf, read_hf, write_gguf, write_hf
 from scratchlm.tokenizer import load_tokenizer, train_bpe
 from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.training import read_metrics, read_plan
@@ -42,6 +42,7 @@ def good(tmp_path_factory):
     )
     (here / "run" / "config.toml").write_text("")
     write_hf(here / "hf", CONFIG, weights, file)
+    write_gguf(here / "m.gguf", CONFIG, weights)
     write_data(here / "data")
     (here / "gpt2").mkdir()
     (here / "gpt2" / "vocab.json").write_text(json.dumps({chr(33): 0}))
@@ -58,6 +59,7 @@ READERS = {  # file -> who reads it
     "hf/model.safetensors": lambda d: read_hf(d / "hf"),
     "hf/tokenizer.json": lambda d: read_hf(d / "hf"),
     "hf/generation_config.json": lambda d: read_hf(d / "hf"),
+    "m.gguf": lambda d: read_gguf(d / "m.gguf"),
     "data/train.json": lambda d: TokenFile(d / "data" / "train"),
     "data/train.bin": lambda d: TokenFile(d / "data" / "train"),
     "data/val.bin": lambda d: TokenFile(d / "data" / "val"),

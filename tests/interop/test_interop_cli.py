@@ -1,5 +1,6 @@
 """`scratchlm import` and `scratchlm export`, as a user runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from interop.hf_models import (
     assert_same_bytes,
@@ -27,6 +28,7 @@ from scratchlm.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
+from scratchlm.inference import load_model
 from scratchlm.interop import read_hf
 from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 from tiny_models import FAMILIES, PLAIN, build
@@ -123,6 +125,20 @@ def test_export_converts_dtype_and_shards(run, tmp_path, checkpoint):
     assert {t.dtype for t in wide.values()} == {torch.float64}
 
 
+def test_a_chat_template_comes_along_in_and_out(run, tmp_path, checkpoint):
+    said = [{"role": "user", "content": "hi"}]
+    assert run("export", checkpoint, tmp_path / "out")[0] == 0
+    table = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    table |= {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": "<b>"}
+    (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps(table))
+    assert run("import", tmp_path / "out", tmp_path / "in")[0] == 0
+    verify_checkpoint(tmp_path / "in")
+    assert load_model(tmp_path / "in").chat_template.render(said) == "<b>hi"
+    assert run("export", tmp_path / "in", tmp_path / "again")[0] == 0
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
+    assert theirs.apply_chat_template(said, tokenize=False) == "<b>hi"
+
+
 def test_a_scratchlm_only_tokenizer_is_exported_and_reported(run, tmp_path):
     CharTokenizer.of_text([TEXT]).save(tmp_path / "tokenizer")
     write_checkpoint(
@@ -177,6 +193,97 @@ def test_user_errors_are_one_line_and_exit_status_2(run, tmp_path, checkpoint):
         assert reason in err
     assert not (tmp_path / "o").exists()
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
+
+
+def test_a_run_is_exported_as_gguf_with_its_tokenizer_and_imported_again(run, tmp_path, checkpoint):
+    status, out, err = run("export", tmp_path / "run", tmp_path / "to" / "m.gguf")
+    assert (status, err) == (0, "checkpoint: step 5, the last\n")
+    assert out == f"{tmp_path}/to/m.gguf: qwen3, 14,128 parameters, with its tokenizer\n"
+    assert run("import", tmp_path / "to" / "m.gguf", tmp_path / "back")[0] == 0
+    verify_checkpoint(tmp_path / "back")
+    theirs, ours = (
+        TransformerLM(read_config(checkpoint)),
+        TransformerLM(read_config(tmp_path / "back")),
+    )
+    theirs.load_state_dict(read_tensors(checkpoint))
+    ours.load_state_dict(read_tensors(tmp_path / "back"))
+    ids = token_ids(seq=20, vocab=300)
+    torch.testing.assert_close(logits_of(theirs, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
+    before, after = load_tokenizer(checkpoint), load_tokenizer(tmp_path / "back")
+    assert before.fingerprint() == after.fingerprint()
+    end = before.special_tokens["<|endoftext|>"]
+    assert read_manifest(tmp_path / "back")["metadata"]["eos_token_ids"] == [end]
+    status, out, _ = run("account", tmp_path / "to" / "m.gguf")
+    assert (status, "14,128" in out) == (0, True)
+    status, out, _ = run("generate", tmp_path / "to" / "m.gguf", "--prompt", "the", "--seed", "1")
+    assert status == 0
+    assert out.strip()
+
+
+def test_a_gguf_file_carries_the_chat_template_in_and_out(run, tmp_path, checkpoint):
+    template = {"chat_template": "{{ messages[0].content }}", "eos_token": "<|endoftext|>"}
+    write_checkpoint(
+        tmp_path / "ours",
+        model=read_tensors(checkpoint),
+        config=read_config(checkpoint),
+        tokenizer_file=checkpoint / "tokenizer.json",
+        tokenizer_config=json.dumps(template).encode(),
+    )
+    assert run("export", tmp_path / "ours", tmp_path / "m.gguf")[0] == 0
+    assert run("import", tmp_path / "m.gguf", tmp_path / "back")[0] == 0
+    back = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
+    assert back.items() >= template.items()
+    loaded = load_model(tmp_path / "m.gguf")
+    assert loaded.chat_template.render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_export_quantises_a_gguf_file_and_says_what_stays_wide(run, tmp_path, tokenizer_file):
+    config = FAMILIES["llama"].replace(vocab_size=300, d_model=32, d_ff=64)
+    model = build(config, dtype=torch.float32).state_dict()
+    write_checkpoint(tmp_path / "m", model=model, config=config, tokenizer_file=tokenizer_file)
+    status, out, _ = run("export", tmp_path / "m", tmp_path / "m.gguf", "--quantize", "q4_0")
+    assert status == 0
+    assert "q4_0 " in out
+    assert "wide " in out
+    assert load_model(tmp_path / "m.gguf").is_quantized
+    assert run("import", tmp_path / "m.gguf", tmp_path / "back", "--dtype", "bfloat16")[0] == 0
+    assert {t.dtype for t in read_tensors(tmp_path / "back").values()} == {torch.bfloat16}
+    assert run("export", tmp_path / "m", tmp_path / "wide.gguf")[0] == 0
+    small = tmp_path / "small"
+    assert run("quantize", tmp_path / "wide.gguf", "--to", "q4_0", "--out", small)[0] == 0
+    assert load_tokenizer(small).fingerprint() == load_tokenizer(tmp_path / "m").fingerprint()
+
+
+def test_what_gguf_cannot_do_is_one_line(run, tmp_path, checkpoint):
+    CharTokenizer.of_text([TEXT]).save(tmp_path / "tokenizer")
+    write_checkpoint(
+        tmp_path / "chars",
+        model=build(PLAIN, dtype=torch.float32).state_dict(),
+        config=PLAIN,
+        tokenizer_file=tmp_path / "tokenizer" / "tokenizer.json",
+    )
+    (tmp_path / "there.gguf").write_text("")
+    (tmp_path / "bad.gguf").write_text("no such thing")
+    small = FAMILIES["mistral"]
+    write_checkpoint(tmp_path / "window", model=build(small).state_dict(), config=small)
+    o = tmp_path / "o.gguf"
+    for words, reason in (
+        (("export", checkpoint, tmp_path / "there.gguf"), "there.gguf exists already"),
+        (("export", checkpoint, o, "--max-shard-gb", "1"), "--max-shard-gb is for directories"),
+        (("export", checkpoint, tmp_path / "o", "--quantize", "q8_0"), "must end in .gguf"),
+        (("export", checkpoint, o, "--dtype", "float64"), "choose a dtype"),
+        (("export", tmp_path / "chars", o), "GGUF has no tokenizer of single characters"),
+        (("export", tmp_path / "window", o), "no sliding window of 5 tokens"),
+        (("import", tmp_path / "bad.gguf", o), "does not begin with GGUF"),
+        (("import", "nowhere.gguf", o), "nowhere.gguf: no such file"),
+        (("generate", tmp_path / "bad.gguf"), "must be a run with a checkpoint"),
+    ):
+        status, out, err = run(*words)
+        assert (status, out) == (2, ""), words
+        assert err.startswith("error: "), err
+        assert err.count("\n") == 1, err
+        assert reason in err
+    assert not o.exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, checkpoint):

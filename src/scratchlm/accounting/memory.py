@@ -62,6 +62,7 @@ from scratchlm.accounting.symbols import (
     k,
 )
 from scratchlm.config import MLP, ModelConfig, MoE, Rotary
+from scratchlm.quantization.rule import BLOCKS, choose
 
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
@@ -169,7 +170,7 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
     always = [
         leaf("weights", b_w * N_all / R),
         optimizer_state(config, setup.optimizer),
-        *_buffers(config),
+        *rope_tables(config),
         *_parallel_buffers(setup),
         leaf("workspace", WORKSPACE, note="the matmul library's"),
     ]
@@ -252,7 +253,8 @@ def _in_flight(config: ModelConfig) -> Node:
     return leaf("gradients in flight", b_r * TOKENS * d + factors * b_a * wide)
 
 
-def _buffers(config: ModelConfig) -> list[Node]:
+def rope_tables(config: ModelConfig) -> list[Node]:
+    """Return RoPE's tables, where a model has them."""
     if isinstance(config.positions, Rotary):
         return [leaf("RoPE tables", 4 * N_ctx * d_h, note="cos and sin, float32")]
     return []
@@ -276,11 +278,34 @@ def serving_tree(config: ModelConfig, setup: Setup) -> Node:
     low = b_kv
     wide = k * B * d_ff if isinstance(config.ffn, MoE) else B * d_ff
     parts = [
-        leaf("weights", low * N_all / R),
+        *_serving_weights(config, setup),
         leaf("KV cache", kv_cache_bytes(), note="room for C + 1 tokens per sequence"),
         leaf("logits", (low + 4) * B * V, note="as computed, and in float32"),
         leaf("one layer's work", low * (6 * B * d + 3 * wide)),
-        *_buffers(config),
+        *rope_tables(config),
         leaf("workspace", WORKSPACE, note="the matmul library's"),
     ]
     return group("serving", parts, UNIT)
+
+
+def _serving_weights(config: ModelConfig, setup: Setup) -> list[Node]:
+    """Return the weights in the compute dtype, or by the format the rule gives to each."""
+    if setup.quantize is None:
+        return [leaf("weights", b_kv * N_all / R)]
+    choices = choose(config, setup.quantize)
+    nodes = []
+    for format in dict.fromkeys(choice.format for choice in choices):
+        of = [choice for choice in choices if choice.format == format]
+        count = sum(choice.weights for choice in of)
+        if format is None:
+            nodes.append(leaf("weights that stay wide", b_kv * Num(count)))
+            continue
+        size, stored = BLOCKS[format]
+        if size:
+            note = f"{size} weights in {stored} bytes"
+            nodes.append(leaf(f"weights in {format}", Num(count // size) * stored, note=note))
+        else:
+            rows = sum(choice.weights // choice.shape[-1] for choice in of)
+            note = "a byte a weight, and a scale of 4 bytes for each row"
+            nodes.append(leaf(f"weights in {format}", Num(count) + Num(rows) * stored, note=note))
+    return [group("weights", nodes)]

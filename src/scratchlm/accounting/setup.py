@@ -10,6 +10,7 @@ from scratchlm.accounting.parameters import active_parameters
 from scratchlm.accounting.symbols import P, S, model_symbols
 from scratchlm.accounting.work import PHASES, document_pairs
 from scratchlm.config import ModelConfig
+from scratchlm.quantization.rule import TARGETS
 
 # name -> bytes per number of each kind, as SYMBOLS says
 PRECISIONS: dict[str, dict[str, int]] = {
@@ -46,12 +47,17 @@ class Setup:
     accumulate: bool = False  # gradients live through the forward pass too
     parallel: str = "none"
     gpus: int = 1
+    quantize: str | None = None  # what the weights are stored as while serving
 
     def __post_init__(self) -> None:
         _choice("phase", self.phase, PHASES)
         _choice("precision", self.precision, tuple(PRECISIONS))
         _choice("optimizer", self.optimizer, OPTIMIZERS)
         _choice("parallel", self.parallel, PARALLEL)
+        if self.quantize is not None:
+            _choice("quantize", self.quantize, TARGETS)
+            if self.parallel in ("fsdp", "tp"):
+                raise ValueError(f"quantised weights are whole on each GPU, not {self.parallel}")
         _count("batch", self.batch)
         _count("gpus", self.gpus)
         for name in ("context", "prompt", "new_tokens"):

@@ -23,6 +23,8 @@ SYMBOLS = {
     "N_layer": "parameters of one layer",
     "N_matrices": "parameters of one layer's matrices: no norms, no biases",
     "N_tied": "parameters of the table that is both embedding and LM head (0: untied)",
+    "r": "rank of an adapter",
+    "N_lora": "parameters of an adapter",
     "V_p": "rows of the LM head in a fused loss: V, padded to 128s where it is no multiple of 8",
     # the work
     "B": "sequences in a batch (on one GPU)",
@@ -59,6 +61,7 @@ E, k, W, N = Sym("E"), Sym("k"), Sym("W"), Sym("N")
 B, S, A, C, P, T = Sym("B"), Sym("S"), Sym("A"), Sym("C"), Sym("P"), Sym("T")
 M, N_all, N_layer, N_matrices = Sym("M"), Sym("N_all"), Sym("N_layer"), Sym("N_matrices")
 N_tied, V_p, n_s = Sym("N_tied"), Sym("V_p"), Sym("n_s")
+r, N_lora = Sym("r"), Sym("N_lora")
 b_w, b_g, b_m, b_a = Sym("b_w"), Sym("b_g"), Sym("b_m"), Sym("b_a")
 b_r, b_c, b_s, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_s"), Sym("b_kv")
 R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")

@@ -20,10 +20,14 @@ from scratchlm.cli import (
     demo,
     evaluate,
     explain,
+    finetune,
     generate,
     inspect,
     interop,
+    predict,
     prepare,
+    quantize,
+    serve,
     tokenizer,
     train,
 )
@@ -45,12 +49,16 @@ check.register(app)
 tokenizer.register(app)
 prepare.register(app)
 train.register(app)
+finetune.register(app)
 demo.register(app)
 evaluate.register(app)
 account.register(app)
 interop.register(app)
+quantize.register(app)
 generate.register(app)
 inspect.register(app)
+serve.register(app)
+predict.register(app)
 
 _show_traceback = False
 

@@ -51,6 +51,9 @@ def account(
     ] = None,
     convention: Annotated[str, typer.Option(help="full, causal, 6ND or hardware.")] = "full",
     dtype: Annotated[str, typer.Option(help="fp32, bf16-mixed or bf16.")] = "bf16-mixed",
+    quantize: Annotated[
+        str | None, typer.Option(help="Serve weights in few bits: q8_0, q4_k, …; memory only.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, sgd, sgd-momentum or muon.")] = "adamw",
     checkpointing: Annotated[
         str, typer.Option(help="What is recomputed: none, attention, ffn or block.")
@@ -62,6 +65,12 @@ def account(
     accumulate: Annotated[
         bool, typer.Option("--accumulate", help="Gradients live from step to step.")
     ] = False,
+    lora: Annotated[
+        int | None, typer.Option(help="Learn an adapter of this rank on a base that stands still.")
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="With --lora: the layers it adapts; default: all.")
+    ] = None,
     gpu: Annotated[
         str, typer.Option(help="A GPU by name, or `this` to measure this machine.")
     ] = DEFAULT_GPU,
@@ -124,15 +133,24 @@ def account(
         accumulate=accumulate,
         parallel=_parallel(parallel, gpus),
         gpus=gpus,
+        quantize=quantize,
     )
     configs = {name: find_model(name) for name in models}
+    if lora is not None:
+        if verify or compare or sweep or fits or csv or html or plot:
+            raise ValueError("--lora shows one model, as a table or with --json")
+        _lora(*next(iter(configs.items())), setup, lora, targets, json)
+        return
+    if targets is not None:
+        raise ValueError("--targets needs --lora")
     money = {"tokens": parse_count(tokens) if tokens else None, "mfu": mfu, "price": price}
     output = "json" if json else "csv" if csv else "table"
     name, config = next(iter(configs.items()))
     if html is not None:
-        if verify or compare or sweep or fits:
+        if verify or compare or sweep or fits or quantize:
             raise ValueError(
-                "--html shows one model; it excludes --compare, --sweep, --fits and --verify"
+                "--html shows one model, not quantised; it excludes --compare, --sweep, --fits, "
+                "--verify and --quantize"
             )
         _write_page(html, name, config, setup, convention, _machine(gpu), money)
         if output == "table" and plot is None:
@@ -146,6 +164,31 @@ def account(
         _fits(name, config, setup, fits, output)
     else:
         _show(name, config, setup, convention, _machine(gpu), money, output, plot)
+
+
+def _lora(
+    name: str, config: ModelConfig, setup: Setup, rank: int, targets: str | None, as_json: bool
+) -> None:
+    """Print what learning an adapter takes."""
+    import json
+
+    from scratchlm.accounting.lora import lora_memory
+    from scratchlm.cli import account_tables
+    from scratchlm.config.lora import LoRA
+
+    words = tuple(word.strip() for word in targets.split(",")) if targets else ()
+    found = lora_memory(config, LoRA(rank=rank, targets=words), setup)
+    if as_json:
+        table = {"parameters": found.parameters.as_dict(), "training": found.training.as_dict()}
+        say(json.dumps({**table, "moments": found.moments}, indent=2))
+        return
+    console = _console()
+    account_tables.print_header(console, name, config)
+    console.print()
+    account_tables.print_tree(console, f"Adapter of rank {rank}", found.parameters, "parameters")
+    size = f"batch {setup.batch}, {setup.context or config.context_length:,} tokens"
+    title = f"Memory of one GPU that learns it, {found.training.name} ({size}; {setup.precision})"
+    account_tables.print_tree(console, title, found.training, "bytes", depth=4)
 
 
 def _print_legend() -> None:

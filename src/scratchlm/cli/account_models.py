@@ -16,7 +16,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def find_model(name: str) -> ModelConfig:
-    """Read a preset, a TOML or JSON config, a Hugging Face config.json, its directory, or a run."""
+    """Read a preset, a TOML or JSON config, a Hugging Face config or directory, GGUF, or a run."""
     path = Path(name)
     if path.is_dir() and (path / "config.toml").is_file():  # a run
         return _read_run(path / "config.toml")
@@ -26,6 +26,10 @@ def find_model(name: str) -> ModelConfig:
         return _read_run(path)
     if path.suffix == ".json":
         return _read_json(path)
+    if path.suffix == ".gguf":
+        from scratchlm.interop import read_gguf  # needs torch
+
+        return read_gguf(path).config
     return preset(name)
 
 

@@ -72,6 +72,12 @@ def one_line(error: BaseException) -> str:
 _OPTIONS = {
     r"\bpast_context='slide'": "--past-context slide",
     r"\bpast_context\b": "--past-context",
+    r"\buse_cache=False": "--no-cache",
+    r"\bkv_dtype='(\w+)'": r"--kv-cache \1",
+    r"\bkv_dtype must": "--kv-cache must",
+    r"\bwith accelerate=False\b": "with --no-accelerate",
+    r"\bspeculate='draft'": "--speculate draft",
+    r"\bspeculate must": "--speculate must",
     r"\bmax_new_tokens\b": "--max-new-tokens",
     r"\bnum_beams\b": "--beam",
     r"\bnum_logprobs\b": "--logprobs",

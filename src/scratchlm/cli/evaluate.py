@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,86 +22,85 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
-    data: Annotated[
-        str, typer.Argument(help="A prepared folder (its val.bin), a token file, or text.")
+    model: Annotated[
+        str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, or GGUF.")
     ],
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence.", show_default="the model's, ≤ 1024")
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]... [TASK]...",
+            help="More models; then tasks (.jsonl), or held-out text: a prepared folder (its "
+            "val.bin), a token file, or text.",
+            show_default=False,
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
+    context_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a sequence of held-out text.", show_default="the model's, ≤ 1024"
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences of held-out text at a time.")] = 8,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option(help="A task of lm-evaluation-harness, by name; may be repeated."),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder of lm-evaluation-harness tasks of your own.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(help="Examples before each case of --lm-eval.", show_default="the task's"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Take the first cases of each --lm-eval task only.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Put --lm-eval prompts into the chat template.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="A picture of the figures to write.")] = None,
+    cases: Annotated[
+        Path | None, typer.Option(help="Where to write what each case gave, as JSON Lines.")
+    ] = None,
     checkpoint: CheckpointOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a model on held-out text: loss, perplexity, bits per byte."""
-    from scratchlm.cli.train import bytes_of_ids, choose_device
-    from scratchlm.cli.training_setup import is_prepared, is_token_file
-    from scratchlm.data import TokenFile, ValidationBatches, prepare
-    from scratchlm.data.token_file import read_sidecar
-    from scratchlm.errors import ScratchLMError
-    from scratchlm.inference.loading import load_model
-    from scratchlm.training import evaluate as measure
+    """Measure models on tasks and on held-out text, several side by side.
 
-    loaded = load_model(
-        model,
-        device=choose_device(device),
-        accelerate=accelerate,
-        checkpoint=checkpoint,
-        warn=lambda text: say(f"warning: {text}", err=True),
+    Figures come with 95 % confidence intervals. The format of tasks: docs/howto/evaluate.md.
+    """
+    from scratchlm.cli import evaluation_output as output
+    from scratchlm.cli import evaluation_run as running
+
+    models, tasks = running.split_arguments(model, data or [])
+    wanted = running.Wanted(
+        tasks=[running.open_task(task) for task in tasks],
+        context_length=context_length,
+        batch_size=batch_size,
+        harness=running.harness_tasks(
+            lm_eval, include_path, num_fewshot, limit, chat_template, bool(tasks)
+        ),
     )
-    context = context_length or min(loaded.config.context_length, 1024)
-    if context > loaded.config.context_length:
-        raise ValueError(
-            f"--context-length must not exceed the model's {loaded.config.context_length}; "
-            f"got {context}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(data)
-        if is_prepared(path):
-            file = path / ("val" if (path / "val.bin").exists() else "train")
-        elif is_token_file(path):
-            file = path
-        else:
-            prepare([path], loaded.need_tokenizer(), folder, val_fraction=0.0)
-            file = Path(folder) / "train"
-            if read_sidecar(file).count < 2:
-                raise ScratchLMError(f"{data} is too short to evaluate on: less than 2 tokens")
-        tokenizer = loaded.tokenizer
-        known = None if tokenizer is None else tokenizer.fingerprint()
-        with TokenFile(
-            file, expect_fingerprint=known, vocab_size=loaded.config.vocab_size
-        ) as tokens:
-            tokens.validate()
-            vocab_size = loaded.config.vocab_size
-            sizes = None if tokenizer is None else bytes_of_ids(tokenizer, vocab_size)
-            batches = ValidationBatches(tokens, context, batch_size)
-            found = measure(loaded.model, batches, bytes_per_id=sizes)
-    assert found is not None
-    say_checkpoint(model, loaded.source)
-    figures = {
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "tokens": found.targets,
-        "bytes": found.num_bytes,
-        "checkpoint": str(loaded.source),
-    }
-    if as_json:
-        say(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        shown = f"{value:,.4f}" if isinstance(value, float) else value
-        shown = f"{value:,}" if isinstance(value, int) else shown
-        say(f"{name.replace('_', ' '):<14} {'unknown' if value is None else shown}")
+    found = []
+    for name in models:
+        loaded = running.load(name, device, accelerate, checkpoint)
+        found.append(output.OfModel(name, loaded.source, running.run(loaded, wanted)))
+        say_checkpoint(name, loaded.source)
+        del loaded
+    if cases is not None:
+        output.write_cases(cases, found)
+    if plot is not None:
+        output.write_plot(plot, found)
+    (output.print_json if as_json else output.print_tables)(found)
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("compare.png"),
 ) -> None:
-    """Draw the loss curves of several runs together, and print where they ended."""
+    """Draw the losses and tasks of several runs together, and print where they ended."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +108,7 @@ def compare(
     from scratchlm.accounting import count_parameters
     from scratchlm.durable import write_atomically
     from scratchlm.training import read_metrics, read_plan
-    from scratchlm.training.plots import draw_comparison
+    from scratchlm.training.plots import all_tasks, draw_comparison, task_curves
     from scratchlm.training.report import mean_rate
 
     logs = {str(run): read_metrics(run) for run in runs}
@@ -121,6 +118,9 @@ def compare(
     table = Table("run", box=None, pad_edge=False)
     for title in ("parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s"):
         table.add_column(title, justify="right")
+    tasks = all_tasks(logs)
+    for task in tasks:
+        table.add_column(Text(visible(task)), justify="right")
     table.add_column("differs in")
     base = next(iter(plans.values()))
     for name, (path, records) in zip(short, logs.items(), strict=True):
@@ -135,11 +135,20 @@ def compare(
             f"{best['val_loss']:.4f}" if best else "",
             f"{best['step']:,}" if best else "",
             f"{mean_rate(steps[-1]):,.0f}" if steps else "",
+            *(_last_figure(task_curves(records).get(task)) for task in tasks),
             ", ".join(_differences(base, plans[path])),
         )
     Console(width=None if Console().is_terminal else 160).print(table)
     write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
     say(out)
+
+
+def _last_figure(curve: tuple[str, list[tuple[int, Any]]] | None) -> str:
+    """Format a task's figure at the last evaluation, with its name."""
+    if curve is None:
+        return ""
+    name, points = curve
+    return f"{points[-1][1]['value']:.4f} {name.replace('_', ' ')}"
 
 
 def _differences(base: Plan, other: Plan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +19,14 @@ from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
-    from scratchlm.inference import ChatFormat, Loaded, Message, Piece, Sampling
+    from scratchlm.inference import Conversing, Loaded, Message, Piece, Sampling
+    from scratchlm.model import TransformerLM
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a Hugging Face directory.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A run, a checkpoint, a Hugging Face directory, or a GGUF file."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 Accelerate = Annotated[bool, typer.Option(help="Use fused layers and whole-step decoders.")]
@@ -72,6 +77,22 @@ def generate(
         str, typer.Option(help="error, or slide: forget the older half when the context is full.")
     ] = "error",
     cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A smaller model that proposes tokens.")
+    ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="off, lookup (the text's own tokens are proposed again), or draft: the default "
+            "with --draft."
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Keys and values in 8 bits: int8 or fp8. Default: in the dtype of the weights."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per sample.")] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and of the best n.")
@@ -98,6 +119,10 @@ def generate(
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
     check_beam(beam, sampling, seed, stop, length_penalty)
+    if beam is not None and (draft is not None or speculate is not None):
+        raise ValueError("--draft and --speculate have no effect with --beam")
+    if beam is not None and kv_cache is not None:
+        raise ValueError("--kv-cache has no effect with --beam")
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
@@ -112,22 +137,39 @@ def generate(
         for rank, found in enumerate(beams[:num_samples]):
             _print_whole(rank, text, found.text, asdict(found), as_json)
         return
-    pieces = stream(
-        loaded.model,
-        [text] * num_samples,
-        sampling=sampling,
-        stop=stop or (),
-        seed=seed,
-        num_logprobs=logprobs,
-        past_context=past_context,  # type: ignore[arg-type]
-        use_cache=cache,
-        accelerate=loaded.accelerate,
-        **common,
-    )
+    drafting = None if draft is None else _draft(draft, loaded, device, dtype)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        pieces = stream(
+            loaded.model,
+            [text] * num_samples,
+            sampling=sampling,
+            stop=stop or (),
+            seed=seed,
+            num_logprobs=logprobs,
+            past_context=past_context,  # type: ignore[arg-type]
+            draft=drafting,
+            speculate=speculate,  # type: ignore[arg-type]
+            kv_dtype=kv_cache,  # type: ignore[arg-type]
+            use_cache=cache,
+            accelerate=loaded.accelerate,
+            **common,
+        )
+    for warning in warned:
+        say(f"warning: {warning.message}", err=True)
     if num_samples == 1 and not as_json:
         _print_as_it_comes(text, pieces)
     else:
         _print_when_done(text, pieces, as_json)
+
+
+def _draft(name: str, loaded: Loaded, device: str, dtype: str) -> TransformerLM:
+    """Load a draft model; its tokens must be the model's."""
+    draft = load(name, None, device, dtype, loaded.accelerate)
+    ours, its = (one.need_tokenizer() for one in (loaded, draft))
+    count = ours.vocab_size
+    if its.vocab_size != count or any(ours.decode([i]) != its.decode([i]) for i in range(count)):
+        raise ScratchLMError(f"{name}: its tokens are not those of {loaded.source}")
+    return draft.model
 
 
 def check_beam(
@@ -233,7 +275,8 @@ def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="What the model is told beforehand.")] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="chatml, llama3 or plain. Default: the model's.")
+        str | None,
+        typer.Option("--format", help="template, chatml, llama3 or plain. Default: the model's."),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
     temperature: Temperature = 0.7,
@@ -258,7 +301,7 @@ def chat(
         repetition_penalty=repetition_penalty,
     )
     loaded = load(model, checkpoint, device, dtype, accelerate)
-    chosen = chat_format(loaded.need_tokenizer(), format_)
+    chosen = chat_format(loaded.need_tokenizer(), format_, loaded.chat_template)
     messages: list[Message] = [] if system is None else [Message("system", system)]
     if sys.stdin.isatty():
         import readline  # noqa: F401 (input() gets a line one can edit, and a history)
@@ -278,7 +321,10 @@ def chat(
             messages = _answer(
                 loaded, chosen, [*messages, Message("user", line)], sampling, max_new_tokens, seed
             )
-        except ValueError as error:  # a message that does not fit: report it and continue
+        except (
+            ValueError,
+            ScratchLMError,
+        ) as error:  # a message that does not fit: report it and continue
             say(f"error: {error}", err=True)
 
 
@@ -351,7 +397,7 @@ def _next_line() -> str | None:
 
 def _answer(
     loaded: Loaded,
-    chat: ChatFormat,
+    chat: Conversing,
     messages: list[Message],
     sampling: Sampling,
     max_new_tokens: int | None,

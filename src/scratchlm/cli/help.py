@@ -16,10 +16,10 @@ METAVARS = {"integer": "N", "int": "N", "float": "X", "text": "TEXT", "str": "TE
 
 COMMANDS = {
     "Begin": ("demo", "presets", "config"),
-    "Train": ("tokenizer", "prepare", "train", "evaluate", "compare"),
-    "Use": ("generate", "chat", "next"),
+    "Train": ("tokenizer", "prepare", "train", "finetune", "evaluate", "compare"),
+    "Use": ("generate", "chat", "next", "predict", "serve"),
     "Know what it costs and what runs": ("account", "explain"),
-    "Exchange": ("import", "export"),
+    "Exchange": ("import", "export", "merge", "quantize"),
 }
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical", "repetition_penalty"),
@@ -34,24 +34,49 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "What is shown": ("prompt", "tensorboard"),
         "The machine": _MEANS,
     },
+    "evaluate": {
+        "Held-out text": ("context_length", "batch_size"),
+        "lm-evaluation-harness": (
+            *("lm_eval", "include_path", "num_fewshot", "limit", "chat_template"),
+        ),
+        "Output": ("as_json", "plot", "cases"),
+        "The model": _MEANS,
+    },
+    "finetune": {
+        "The run": ("out", "resume", "epochs", "steps"),
+        "The adapter": ("full", "rank", "alpha", "dropout", "targets", "rslora", "dora"),
+        "The data": ("pack", "val", "val_fraction", "preference", "beta", "task"),
+        "What is shown": ("tensorboard",),
+        "The machine": ("device", "accelerate"),
+    },
     "generate": {
         "What to write": ("prompt", "max_new_tokens", "num_samples", "stop", "ignore_end"),
         "Sampling": _SAMPLING,
         "Search": ("beam", "length_penalty"),
+        "Speculation": ("draft", "speculate"),
         "Output": ("as_json", "logprobs"),
-        "The model": (*_MEANS, "past_context"),
+        "The model": (*_MEANS, "kv_cache", "past_context"),
     },
     "chat": {
         "The conversation": ("system", "format_", "max_new_tokens"),
         "Sampling": _SAMPLING,
         "The model": _MEANS,
     },
+    "serve": {
+        "Where it listens": ("host", "port", "api_key", "allow_host", "allow_origin"),
+        "What it serves": ("name", "chat_format", "checkpoint"),
+        "How much at once": ("max_rows", "max_queue", "memory", "drain_seconds", "log_requests"),
+        "The machine": ("device", "dtype", "accelerate", "exact"),
+    },
     "account": {
         "What is computed": (
             *("phase", "batch", "context", "prompt", "new_tokens", "cache"),
             *("documents", "convention"),
         ),
-        "How": ("dtype", "optimizer", "checkpointing", "attention", "loss", "accumulate"),
+        "How": (
+            *("dtype", "quantize", "optimizer", "checkpointing", "attention", "loss"),
+            *("accumulate", "lora", "targets"),
+        ),
         "Where, and for how much": ("gpu", "gpus", "parallel", "tokens", "mfu", "price"),
         "Several models": ("compare", "sweep", "fits"),
         "Output": ("verify", "legend", "json", "csv", "plot", "html"),
@@ -65,9 +90,21 @@ EXAMPLES: dict[str, Sequence[str]] = {
         "scratchlm train my.txt --from runs/mine --out runs/tuned",
         "scratchlm config --train",
     ),
+    "finetune": (
+        "scratchlm finetune runs/mine chats.jsonl --out runs/tuned",
+        "scratchlm finetune path/to/Qwen3-0.6B chats.jsonl --rank 32 --out runs/tuned",
+        "scratchlm finetune runs/tuned pairs.jsonl --preference dpo --out runs/liked",
+        "scratchlm finetune --resume --out runs/tuned",
+    ),
     "evaluate": (
         "scratchlm evaluate runs/mine held-out.txt",
         "scratchlm evaluate runs/mine held-out.txt --checkpoint last",
+        "scratchlm evaluate runs/mine runs/other capitals.jsonl --plot tasks.png",
+        "scratchlm evaluate runs/mine --lm-eval my_task --include-path tasks",
+    ),
+    "predict": (
+        'scratchlm predict runs/reviews --text "I liked it"',
+        "scratchlm predict runs/reviews reviews.jsonl --json",
     ),
     "compare": ("scratchlm compare runs/mine runs/other",),
     "generate": (
@@ -80,16 +117,31 @@ EXAMPLES: dict[str, Sequence[str]] = {
         'scratchlm next runs/mine --prompt "The cat sat on the"',
         'scratchlm next runs/mine --prompt "The cat sat on the" --attention 0.1',
     ),
+    "serve": (
+        "scratchlm serve runs/mine",
+        "scratchlm serve path/to/Qwen3-0.6B --port 9000 --max-rows 16",
+    ),
     "account": (
         "scratchlm account gpt2-xl --phase training --batch 8",
         "scratchlm account runs/mine",
         "scratchlm account --compare gpt2 llama3.2-1b",
         "scratchlm account gpt2-xl --fits 24GiB",
+        "scratchlm account llama3.2-1b --lora 16 --batch 8 --context 1024",
     ),
+    "quantize": ("scratchlm quantize runs/mine --to q4_k --out small",),
     "prepare": ("scratchlm prepare corpus/ --tokenizer tok --out data",),
     "config": ("scratchlm config gpt2", "scratchlm config --train"),
-    "import": ("scratchlm import path/to/Llama-3.2-1B imported",),
-    "export": ("scratchlm export runs/mine to-transformers",),
+    "import": (
+        "scratchlm import path/to/Llama-3.2-1B imported",
+        "scratchlm import model.gguf imported",
+    ),
+    "export": (
+        "scratchlm export runs/mine to-transformers",
+        "scratchlm export runs/tuned to-peft --adapter",
+        "scratchlm export runs/mine mine.gguf --quantize q8_0",
+        "scratchlm export runs/tuned to-peft --adapter",
+    ),
+    "merge": ("scratchlm merge runs/tuned merged",),
     "tokenizer train": ("scratchlm tokenizer train corpus.txt --vocab-size 8192 --out tok",),
     "tokenizer show": ('scratchlm tokenizer show --tokenizer tok "Hello, wörld!"',),
 }

@@ -147,6 +147,8 @@ def _default(value: Any) -> str:
         return "required"
     if value is None:
         return "as suits"
+    if value == "":
+        return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float, str)):

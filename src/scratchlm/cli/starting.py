@@ -82,13 +82,31 @@ def fine_tuning_settings(model: ModelConfig, tokens: int, machine: Machine) -> T
     return replace(chosen, lr=chosen.lr * LR_FACTOR, steps=min(chosen.steps, steps))
 
 
+def template_of(plan: Plan) -> bytes | None:
+    """Return the chat template a run's checkpoints carry: the run's own, or that of its start."""
+    from scratchlm.tokenizer.chat_template import ChatTemplate
+
+    places = [None if plan.data.tokenizer is None else plan.data.tokenizer.parent]
+    if plan.start is not None:
+        places.append(_find(plan.start)[0] if plan.start.is_dir() else None)
+    for place in places:
+        found = None if place is None else ChatTemplate.from_directory(place)
+        if found is not None:
+            return found.to_bytes()
+    return None
+
+
 def load_start(plan: Plan) -> Start:
     """Load the weights a run begins with, in float32."""
     import torch
 
     from scratchlm.inference import load_model
+    from scratchlm.inference.adapters import base_fingerprint
     from scratchlm.training import Start
 
     assert plan.start is not None
     loaded = load_model(plan.start, dtype=torch.float32, accelerate=False)
-    return Start(loaded.model.state_dict(), loaded.eos_ids)
+    if loaded.is_quantized:
+        raise ScratchLMError(f"--from {plan.start}: quantised weights cannot be trained")
+    fingerprint = base_fingerprint(loaded.source)
+    return Start(loaded.model.state_dict(), loaded.eos_ids, loaded.source, fingerprint)

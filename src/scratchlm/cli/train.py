@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.training import Plan
     from scratchlm.training.choosing import Machine
-    from scratchlm.training.loop import Sampler
+    from scratchlm.training.loop import RunTasks, Sampler
 
 SECTIONS = ("model.", "train.", "data.")
 
@@ -139,14 +139,11 @@ def train(
 def _train(
     args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
 ) -> int:
-    from scratchlm.cli.attention_picture import attention_section
-    from scratchlm.cli.starting import load_start
     from scratchlm.cli.training_checks import check_place
-    from scratchlm.cli.training_console import TensorBoard, TrainingConsole
+    from scratchlm.cli.training_console import TensorBoard
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
-    from scratchlm.errors import ScratchLMError
     from scratchlm.ops import OPS
-    from scratchlm.training import Watcher, has_run, run_plan, watch_signals, write_report
+    from scratchlm.training import has_run
     from scratchlm.training.learner import check_overrides
 
     if tensorboard:
@@ -155,21 +152,52 @@ def _train(
         raise ValueError(f"--ops must be one of {', '.join(OPS)}; got {ops!r}")
     where = choose_device(device)
     begun = has_run(args.out)
-    if begun and not resume:
-        raise ScratchLMError(
-            f"{args.out} holds a run already: --resume goes on with it, another --out begins a "
-            "new one"
-        )
     check_place(args.out, resume)
     given = args.overrides if begun else config_tables(args)
     check_overrides(given.get("train", {}), where.type)
     machine = look_at_machine(where)
-    plan = (continue_plan if begun else make_plan)(args, machine, _say)
-    settings = plan.train.resolved(where.type)
+    plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
+    sample, bytes_per_id = _text_tools(plan, prompt)
+    return carry_out(
+        "train",
+        args.out,
+        plan,
+        machine,
+        resume=resume,
+        device=where,
+        ops=ops,
+        sample=sample,
+        bytes_per_id=bytes_per_id,
+        tensorboard=tensorboard,
+    )
+
+
+def carry_out(
+    command: str,
+    out: Path,
+    plan: Plan,
+    machine: Machine,
+    *,
+    resume: bool,
+    device: torch.device,
+    ops: str,
+    sample: Sampler | None,
+    bytes_per_id: torch.Tensor | None,
+    tensorboard: bool,
+    run_tasks: RunTasks | None = None,
+) -> int:
+    """Train a plan before the user's eyes, and write the report; return the exit status."""
+    from scratchlm.cli.attention_picture import attention_section
+    from scratchlm.cli.starting import load_start, template_of
+    from scratchlm.cli.training_console import TensorBoard, TrainingConsole
+    from scratchlm.errors import ScratchLMError
+    from scratchlm.training import Watcher, run_plan, watch_signals, write_report
+
+    settings = plan.train.resolved(device.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     watchers: list[Watcher] = [console]
-    board = TensorBoard(args.out / "tensorboard") if tensorboard else None
-    sample, bytes_per_id = _text_tools(plan, prompt)
+    board = TensorBoard(out / "tensorboard") if tensorboard else None
+    run_tasks = run_tasks or _task_runner(plan)
     with watch_signals(console.stop_notice) as stop:
         with console, contextlib.ExitStack() as at_the_end:
             if board is not None:
@@ -182,44 +210,48 @@ def _train(
                     board.begin(run.progress.step)
 
             outcome = run_plan(
-                args.out,
+                out,
                 plan,
                 resume=resume,
-                device=where,
+                device=device,
                 ops=ops,
                 bytes_per_id=bytes_per_id,
                 sample=sample,
+                run_tasks=run_tasks,
                 watchers=tuple(watchers),
                 on_begin=begin,
-                warn=lambda message: _say(f"warning: {message}"),
+                warn=lambda message: say_progress(f"warning: {message}"),
                 should_stop=stop,
                 matmul_rate=machine.matmul_rate,
                 start=None if plan.start is None else lambda: load_start(plan),
+                chat_template=template_of(plan),
             )
         if outcome.ended == "interrupted":
             step = outcome.progress.step
             where_now = f"at step {step:,} and saved" if step else "before the first step"
-            _say(f"stopped {where_now}; `scratchlm train --resume --out {args.out}` goes on")
+            say_progress(f"stopped {where_now}; `scratchlm {command} --resume --out {out}` goes on")
             return stop.exit_status
     best = outcome.progress.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
-    _say(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
+    say_progress(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
     if outcome.progress.best_step not in (None, outcome.progress.step):
-        _say(
+        say_progress(
             f"warning: the held-out loss has risen since step {outcome.progress.best_step:,}, the "
             "checkpoint that evaluate, generate and export take; fewer steps, a smaller model or "
             "train.patience would save the rest"
         )
-    heads = attention_section(args.out)
-    command = shlex.join(["scratchlm", *sys.argv[1:]])
+    has_head = plan.tuning is not None and plan.tuning.head is not None
+    heads = None if has_head else attention_section(out)
+    typed = shlex.join(["scratchlm", *sys.argv[1:]])
     try:
-        say(write_report(args.out, sections=[heads] if heads else [], command=command))
+        say(write_report(out, sections=[heads] if heads else [], command=typed))
     except ScratchLMError as error:  # the model is trained and saved all the same
-        _say(f"warning: no report was written: {error}")
+        say_progress(f"warning: no report was written: {error}")
     return 0
 
 
-def _say(text: str) -> None:
+def say_progress(text: str) -> None:
+    """Tell the user how it goes, on stderr."""
     say(fit_terminal(text), err=True)
 
 
@@ -265,12 +297,12 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.ops.fast import has_fast_attention
 
     model, settings = plan.model, learner.settings
-    _say(
+    say_progress(
         f"model: {count_parameters(model).unique:,} parameters, {model.num_layers} layers, "
         f"d_model {model.d_model}, {model.num_heads} heads, context {model.context_length}, "
         f"vocabulary {model.vocab_size:,}"
     )
-    _say(
+    say_progress(
         f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens, "
         f"{epochs(plan):.3g} epochs, on {learner.device}, {settings.precision}"
         + (f"; starting from {plan.start}" if plan.start and not step else "")
@@ -281,13 +313,20 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
     if on_cpu and fast and model.context_length >= TOKENS_FROM:
         reason = native.why_not()
         if reason is not None:
-            _say(f"attention: torch's, which is slower; ours is not available: {reason}")
+            say_progress(f"attention: torch's, which is slower; ours is not available: {reason}")
 
 
 def epochs(plan: Plan) -> float:
     """Return how often a run reads its data."""
+    from scratchlm.data.examples import Rows, read_examples
     from scratchlm.data.token_file import read_sidecar
 
+    if plan.tuning is not None:
+        examples = read_examples(plan.data.train)
+        length, packed = plan.train.row_tokens(plan.model), plan.tuning.packed
+        rows = len(examples) if plan.tuning.preference else None
+        rows = rows or len(Rows(examples, length, packed=packed).rows)
+        return plan.train.steps * plan.train.batch_size / rows
     tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
     return tokens / max(1, read_sidecar(plan.data.train).count)
 
@@ -300,6 +339,39 @@ def _text_tools(plan: Plan, prompt: str | None) -> tuple[Sampler | None, torch.T
         return None, None
     tokenizer = load_tokenizer(plan.data.tokenizer)
     return make_sampler(plan, tokenizer, prompt), bytes_of_ids(tokenizer, plan.model.vocab_size)
+
+
+def _task_runner(plan: Plan) -> RunTasks | None:
+    """Read the tasks of a run, before anything is trained; return what runs them."""
+    if not plan.train.task_files:
+        return None
+    if plan.data.tokenizer is None:
+        raise ValueError("train.tasks needs the tokenizer of the data; there is none")
+    from scratchlm.evaluation import Evaluator, read_task
+    from scratchlm.inference import Loaded
+    from scratchlm.inference.prompts import default_eos_ids
+    from scratchlm.tokenizer import load_tokenizer
+    from scratchlm.training.metrics import finite
+
+    tasks = [read_task(path) for path in plan.train.task_files]
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"train.tasks must be files of different names; got {', '.join(names)}")
+    tokenizer, source = load_tokenizer(plan.data.tokenizer), plan.data.tokenizer
+    ends = default_eos_ids(tokenizer)
+
+    def run_tasks(model: Any) -> dict[str, dict[str, dict[str, float | None]]]:
+        evaluator = Evaluator(Loaded(model, tokenizer, plan.model, source, ends))
+        found = {}
+        for task in tasks:
+            figures = evaluator.run(task).to_dict()["metrics"]
+            found[task.name] = {
+                name: {end: finite(value) for end, value in figure.items()}
+                for name, figure in figures.items()
+            }
+        return found
+
+    return run_tasks
 
 
 def bytes_of_ids(tokenizer: Any, vocab_size: int) -> torch.Tensor:

@@ -23,7 +23,11 @@ ModelOf = Callable[[int, int], ModelConfig]  # of so many tokens and such a voca
 
 
 def check_place(out: Path, resume: bool) -> None:
-    """Refuse a place that holds something other than a run."""
+    """Refuse a place that holds something other than a run to go on with."""
+    if has_run(out) and not resume:
+        raise ScratchLMError(
+            f"{out} holds a run already: --resume goes on with it, another --out begins a new one"
+        )
     if has_run(out) or not out.is_dir():
         return
     if is_checkpoint(out) or is_hf_directory(out):

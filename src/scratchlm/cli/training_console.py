@@ -100,6 +100,16 @@ class TrainingConsole(Watcher):
             best = f"  rising: {loss - self.best_loss:.4f} above the best"
         self.say(f"step {record['step']:,}: held-out loss {loss:.4f}{shown}{per_byte}{best}")
 
+    def tasks_run(self, record: dict[str, Any]) -> None:
+        """Print the first figure of each task."""
+        for task, figures in record["tasks"].items():
+            name, figure = next(iter(figures.items()))
+            value = figure["value"]
+            shown = "not finite" if value is None else f"{value:.4f}"
+            if value is not None and figure["low"] is not None:
+                shown += f" ({figure['low']:.4f}–{figure['high']:.4f})"
+            self.say(f"step {record['step']:,}: {task}: {name.replace('_', ' ')} {shown}")
+
     def sampled(self, record: dict[str, Any]) -> None:
         """Print the first line of what the model wrote."""
         text = " ".join(record["samples"][0].split())
@@ -144,6 +154,13 @@ class TensorBoard(Watcher):
         for name in ("val_loss", "val_perplexity", "bits_per_byte"):
             if record[name] is not None:
                 self.writer.add_scalar(f"held-out/{name}", record[name], record["step"])
+
+    def tasks_run(self, record: dict[str, Any]) -> None:
+        """Log the figures of tasks."""
+        for task, figures in record["tasks"].items():
+            for name, figure in figures.items():
+                if figure["value"] is not None:
+                    self.writer.add_scalar(f"{task}/{name}", figure["value"], record["step"])
 
     def sampled(self, record: dict[str, Any]) -> None:
         """Log what the model wrote."""

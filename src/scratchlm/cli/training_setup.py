@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -139,7 +140,18 @@ def config_tables(args: TrainArgs) -> dict[str, Any]:
             tables = sections
         else:
             tables = {"model": to_dict(load_config(args.config))}
-    return merge(tables, args.overrides)
+    tables = merge(tables, args.overrides)
+    tasks = tables.get("train", {}).get("tasks")
+    if tasks:  # a session that goes on may begin elsewhere
+        tables["train"] = {**tables["train"], "tasks": _absolute(tasks)}
+    return tables
+
+
+def _absolute(tasks: Any) -> Any:
+    names = tasks.split(",") if isinstance(tasks, str) else tasks
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return tasks  # refused where settings are checked
+    return ",".join(os.path.abspath(name.strip()) for name in names)
 
 
 # The model

@@ -20,6 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from scratchlm.model import LayerNorm, Linear, RMSNorm
+from scratchlm.ops.quantized import rounded
+from scratchlm.quantization.layers import QuantizedLinear
 
 if TYPE_CHECKING:
     from scratchlm.inspect.cache import Cache
@@ -108,9 +110,11 @@ def _parts(cache: Cache, position: int) -> dict[str, Float[Tensor, "batch d_mode
     parts = {"embed": _at(cache, "embed", position)}
     for i, block in enumerate(model.layers):
         output_proj = block.attn.output_proj
-        if not isinstance(output_proj, Linear):
+        if not isinstance(output_proj, (Linear, QuantizedLinear)):
             raise ValueError(f"layers.{i}.attn.output_proj is no Linear, but {type(output_proj)}")
         heads = _at(cache, f"layers.{i}.attn.heads", position)  # (batch, heads, d_head)
+        if isinstance(output_proj, QuantizedLinear) and output_proj.format.int8_activations:
+            heads = rounded(heads.flatten(1)).view_as(heads)  # as the product has them
         weight = output_proj.weight.double().unflatten(1, heads.shape[1:])
         written = torch.einsum("bhd,mhd->bhm", heads, weight)
         for h in range(heads.shape[1]):

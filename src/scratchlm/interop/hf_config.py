@@ -21,6 +21,8 @@ from scratchlm.config import (
     RMSNorm,
     SwiGLU,
 )
+from scratchlm.config.heads import TaskHead
+from scratchlm.interop.heads import family_with
 from scratchlm.interop.hf_config_writing import to_hf_config
 from scratchlm.interop.hf_rope import read_rope
 from scratchlm.interop.keys import FAMILIES
@@ -78,8 +80,8 @@ class _Reader:
             raise ValueError(f"keys that may change the model and are not known: {listed(unknown)}")
 
 
-def from_hf_config(table: Any) -> ModelConfig:
-    """Read a config.json; unsupported settings are refused by name."""
+def from_hf_config(table: Any, head: TaskHead | None = None) -> ModelConfig:
+    """Read a config.json, of a language model or with a head; what is unsupported is refused."""
     if not isinstance(table, Mapping):
         raise TypeError(f"config.json must be a table; got {type(table).__name__}")
     model_type, architectures = table.get("model_type"), table.get("architectures")
@@ -87,7 +89,7 @@ def from_hf_config(table: Any) -> ModelConfig:
         raise ValueError(
             f"model_type must be one of {', '.join(FAMILIES)}; got {shown(model_type)}"
         )
-    family = FAMILIES[model_type]
+    family = family_with(model_type, head)
     if architectures is not None and architectures != [family.architecture]:
         raise ValueError(
             f"architectures must be [{family.architecture!r}] for model_type {model_type}; "

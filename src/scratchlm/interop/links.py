@@ -1,4 +1,4 @@
-"""How a tensor of ours maps to theirs: six layouts, for reading and writing.
+"""How a tensor of ours maps to theirs: seven layouts, for reading and writing.
 
 A `Link` says: ours[at] = theirs[box], transposed or not. Reading copies from the file's box to our
 tensor, writing copies from our tensor to the box; there is one description for both.
@@ -6,6 +6,7 @@ tensor, writing copies from our tensor to the box; there is one description for 
     same             the same tensor
     transposed       GPT-2's Conv1D keeps (in, out) where a Linear keeps (out, in)
     third(k)         GPT-2's c_attn keeps query, key and value side by side
+    third_of_rows(k) GGUF keeps them one below the other
     one_per_expert   a tensor for each expert, ours stacked: (experts, out, in)
     half(k)          all experts' gate and up projections in one: (experts, 2·d_ff, d_model)
     ones             not stored: the family's formula has no such factor, which is a factor of 1
@@ -57,6 +58,17 @@ def third(k: int) -> How:
         columns = (k * d_out, (k + 1) * d_out)
         box = (*_whole(tuple(d_in)), columns)
         yield Link(ours, theirs, (*d_in, 3 * d_out), box, transposed=len(shape) == 2)
+
+    return how
+
+
+def third_of_rows(k: int) -> How:
+    """The k-th of three equal parts along the first dimension."""
+
+    def how(ours: str, theirs: str, shape: Shape) -> Iterator[Link]:
+        rows, *rest = shape
+        box = ((k * rows, (k + 1) * rows), *_whole(tuple(rest)))
+        yield Link(ours, theirs, (3 * rows, *rest), box)
 
     return how
 

@@ -6,16 +6,18 @@ Decided on headers and config alone, before anything is allocated.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from scratchlm.config import ModelConfig, MoE
+from scratchlm.config.heads import TaskHead
 from scratchlm.errors import ScratchLMError
+from scratchlm.interop.heads import shapes_of
 from scratchlm.interop.keys import Family, Table
 from scratchlm.interop.links import Link, one_per_expert
 from scratchlm.interop.safetensors_file import MAX_HEADER_BYTES, WEIGHT_DTYPES, Stored, read_header
-from scratchlm.interop.shapes import Shape, parameter_shapes
+from scratchlm.interop.shapes import Shape
 from scratchlm.untrusted import listed, shown
 
 _LAYER = re.compile(r"(?<![^.])(layers|h)\.([0-9]+)\.")
@@ -29,12 +31,12 @@ class Plan:
     links: dict[str, tuple[Link, ...]]
 
 
-def plan_for(config: ModelConfig, table: Table) -> Plan:
+def plan_for(config: ModelConfig, table: Table, head: TaskHead | None = None) -> Plan:
     """Link our tensors to a table's names."""
     rows = {key.ours: key for key in table}
     shapes: dict[str, Shape] = {}
     links: dict[str, tuple[Link, ...]] = {}
-    for name, shape in parameter_shapes(config):
+    for name, shape in shapes_of(config, head):
         pattern, layer = _pattern(name)
         if pattern not in rows:
             raise ScratchLMError(f"the family has no tensor for {shown(name)}")
@@ -61,7 +63,14 @@ def num_tensors(config: ModelConfig, table: Table) -> int:
     return len(table) + config.num_layers * per_layer
 
 
-def match(config: ModelConfig, family: Family, stored: Mapping[str, Stored], where: object) -> Plan:
+def match(
+    config: ModelConfig,
+    family: Family,
+    stored: Mapping[str, Stored],
+    where: object,
+    head: TaskHead | None = None,
+    dtypes: Collection[str] = tuple(WEIGHT_DTYPES),
+) -> Plan:
     """Return the plan that accounts for every stored tensor; else name what does not fit."""
     names = {name for name in stored if not _is_recomputed(name, family)}
     if config.tie_embeddings:
@@ -70,11 +79,11 @@ def match(config: ModelConfig, family: Family, stored: Mapping[str, Stored], whe
     for table in family.tables:
         if config.num_layers > len(names) or _too_many(config, table, len(names)):
             continue
-        plan = plan_for(config, table)
+        plan = plan_for(config, table, head)
         wanted = {link.theirs: link.their_shape for links in plan.links.values() for link in links}
         missing, unexpected = wanted.keys() - names, names - wanted.keys()
         if not missing and not unexpected:
-            _check_stored(wanted, stored, where)
+            _check_stored(wanted, stored, where, dtypes)
             return plan
         problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
         if best is None or len(missing) + len(unexpected) < best[0]:
@@ -109,23 +118,50 @@ def _is_recomputed(name: str, family: Family) -> bool:
     return bool(family.recomputed) and _pattern(name)[0] in family.recomputed
 
 
-def check_stored(config: ModelConfig, file: Path) -> None:
-    """Refuse a file of weights whose tensors are not those of a config, under our names."""
+Alternatives = Callable[[str, Shape], Iterable[tuple[str, Shape]]]
+
+
+def check_stored(
+    config: ModelConfig,
+    file: Path,
+    alternatives: Alternatives | None = None,
+    head: TaskHead | None = None,
+) -> dict[str, str]:
+    """Refuse a file of weights whose tensors are not those of a config, under our names.
+
+    `alternatives` yields names and shapes of bytes that may stand for a tensor. Return the name
+    each tensor is stored under.
+    """
     stored = read_header(file, MAX_HEADER_BYTES)
     if config.num_layers > len(stored):
         raise ScratchLMError(
             f"{file}: the config describes {config.num_layers} layers; the file holds "
             f"{len(stored)} tensors in all, too few for them"
         )
-    wanted = dict(parameter_shapes(config))
+    wanted: dict[str, Shape] = {}
+    of_bytes: dict[str, Shape] = {}
+    names: dict[str, str] = {}
+    for name, shape in shapes_of(config, head):
+        others = [] if alternatives is None or name in stored else alternatives(name, shape)
+        other = next(((n, s) for n, s in others if n in stored), None)
+        names[name] = name if other is None else other[0]
+        wanted.update([other or (name, shape)])
+        of_bytes.update([other] if other else [])
     missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     if missing or unexpected:
         problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
         raise ScratchLMError(f"{file}: the tensors are not those of the config: {problem}")
-    _check_stored(wanted, stored, file)
+    _check_stored({n: s for n, s in wanted.items() if n not in of_bytes}, stored, file)
+    _check_stored(of_bytes, stored, file, ("U8",))
+    return names
 
 
-def _check_stored(wanted: Mapping[str, Shape], stored: Mapping[str, Stored], where: object) -> None:
+def _check_stored(
+    wanted: Mapping[str, Shape],
+    stored: Mapping[str, Stored],
+    where: object,
+    dtypes: Collection[str] = tuple(WEIGHT_DTYPES),
+) -> None:
     """Refuse tensors of another shape, or of a dtype that is not a weight's."""
     misshapen = [
         f"{name} must be {list(shape)}, got {list(stored[name].shape)}"
@@ -134,14 +170,11 @@ def _check_stored(wanted: Mapping[str, Shape], stored: Mapping[str, Stored], whe
     ]
     if misshapen:
         raise ScratchLMError(f"{where}: misshapen: {_first(misshapen)}")
-    odd = [
-        f"{name} is {stored[name].dtype}"
-        for name in wanted
-        if stored[name].dtype not in WEIGHT_DTYPES
-    ]
+    odd = [f"{name} is {stored[name].dtype}" for name in wanted if stored[name].dtype not in dtypes]
     if odd:
-        words = ", ".join(WEIGHT_DTYPES)
-        raise ScratchLMError(f"{where}: weights must be {words} (not quantized): {_first(odd)}")
+        hints = {tuple(WEIGHT_DTYPES): " (not quantized)", ("U8",): " (quantized)"}
+        words = ", ".join(dtypes) + hints.get(tuple(dtypes), "")
+        raise ScratchLMError(f"{where}: weights must be {words}: {_first(odd)}")
 
 
 def _first(problems: list[str], limit: int = 4) -> str:

@@ -8,22 +8,23 @@ one tensor at a time, each from the file straight into the memory where it will 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scratchlm.config import ModelConfig
+from scratchlm.config.heads import TaskHead
 from scratchlm.errors import ScratchLMError
+from scratchlm.interop.heads import family_with, head_of
 from scratchlm.interop.hf_config import from_hf_config
 from scratchlm.interop.keys import FAMILIES, Family
-from scratchlm.interop.matching import Plan, match, num_tensors
+from scratchlm.interop.matching import match, num_tensors
 from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, read_header
-from scratchlm.interop.streaming import is_finite, read_link, same_bytes
+from scratchlm.interop.stored_model import StoredModel
+from scratchlm.interop.streaming import same_bytes
 from scratchlm.untrusted import (
     MAX_CONFIG_BYTES,
     brief,
@@ -38,7 +39,6 @@ GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 _MAX_INDEX_BYTES = 32 * 2**20
 # What a header may take: a fixed part for its metadata, and a line for every tensor.
 _HEADER_BYTES, _HEADER_BYTES_PER_TENSOR = 2**20, 512
-_READERS = 4  # threads that read at once; each has a few megabytes in flight
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -52,22 +52,13 @@ def is_hf_directory(path: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class HFCheckpoint:
+class HFCheckpoint(StoredModel):
     """A directory whose every tensor is accounted for; its weights are read lazily."""
 
-    path: Path
-    model_type: str
-    config: ModelConfig
     declared_dtype: torch.dtype | None
-    eos_token_ids: tuple[int, ...]
     tokenizer_file: Path | None
-    plan: Plan
-    stored: Mapping[str, Stored]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors this checkpoint gives, under our names."""
-        return dict(self.plan.shapes)
+    head: TaskHead | None = None  # None: a language model's
+    pad_token_id: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,76 +71,7 @@ class HFCheckpoint:
         words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
         raise ScratchLMError(f"{self.path}: the weights are stored as {words}; choose a dtype")
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor of ours is stored in; the widest, where several make it up."""
-        links = self.plan.links[name] or self.plan.links["token_embeddings.weight"]
-        found = {WEIGHT_DTYPES[self.stored[link.theirs].dtype] for link in links}
-        return max(found, key=lambda dtype: dtype.itemsize)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor), in the dtype each is stored in."""
-        return self.tensors()
-
-    def tensors(
-        self,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        allow_nonfinite: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor); only the tensor at hand is read, in `dtype` if given."""
-        self._check_tied()
-        for name, shape in self.plan.shapes.items():
-            out = torch.empty(shape, dtype=dtype or self.stored_dtype(name), device=device)
-            self._fill(name, out, allow_nonfinite)
-            yield name, out
-
-    def load_into(self, state: Mapping[str, Tensor], *, allow_nonfinite: bool = False) -> None:
-        """Fill tensors that exist already (a model's state dict), in their dtype and place."""
-        missing, unexpected = self.plan.shapes.keys() - state, state.keys() - self.plan.shapes
-        if missing or unexpected:
-            raise ValueError(
-                f"the model's tensors must be those of {self.path}; "
-                f"missing {listed(sorted(missing))}; unexpected {listed(sorted(unexpected))}"
-            )
-        for name, shape in self.plan.shapes.items():
-            if state[name].shape != shape or state[name].is_meta:
-                raise ValueError(
-                    f"{name} must be {list(shape)} and have memory; "
-                    f"got {list(state[name].shape)} on {state[name].device}"
-                )
-        self._check_tied()
-
-        def fill(name: str) -> None:
-            with torch.no_grad():
-                self._fill(name, state[name].detach(), allow_nonfinite)
-
-        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
-            try:
-                for _ in readers.map(fill, self.plan.shapes):
-                    pass
-            except BaseException:
-                readers.shutdown(cancel_futures=True)
-                raise
-
-    def _fill(self, name: str, out: Tensor, allow_nonfinite: bool) -> None:
-        if not out.is_contiguous():  # bytes are read into contiguous memory
-            whole = torch.empty(out.shape, dtype=out.dtype)
-            self._fill(name, whole, allow_nonfinite)
-            out.copy_(whole)
-            return
-        links = self.plan.links[name]
-        if not links:
-            out.fill_(1)
-        for link in links:
-            target = out if link.at is None else out[link.at]
-            for piece in read_link(self.stored[link.theirs], link, target):
-                if not allow_nonfinite and not is_finite(piece):
-                    raise ScratchLMError(
-                        f"{self.path}: {shown(link.theirs)} holds NaN or infinite values"
-                    )
-
-    def _check_tied(self) -> None:
+    def check(self) -> None:
         """A head stored beside the table it is tied to must be that table, byte for byte."""
         head = FAMILIES[self.model_type].head
         if not self.config.tie_embeddings or head not in self.stored:
@@ -165,20 +87,25 @@ class HFCheckpoint:
 # Opening
 
 
-def read_hf(path: str | os.PathLike[str]) -> HFCheckpoint:
-    """Open a directory: everything but the weights is read and checked now."""
+def read_hf(path: str | os.PathLike[str], *, with_head: bool = False) -> HFCheckpoint:
+    """Open a directory: everything but the weights is read and checked now.
+
+    `with_head` takes task heads, too; without, a language model is expected.
+    """
     path = Path(path)
     if not path.is_dir():
         raise ScratchLMError(f"{path}: no such directory")
     table = read_json(inner_file(path, CONFIG), MAX_CONFIG_BYTES)
     try:
-        config = from_hf_config(table)
+        head = head_of(table) if with_head else None
+        config = from_hf_config(table, head)
     except (ValueError, TypeError, ScratchLMError) as error:
         raise ScratchLMError(f"{path / CONFIG}: {brief(error)}") from None
     model_type = table["model_type"]
-    family = FAMILIES[model_type]
+    family = family_with(model_type, head)
     stored = _read_headers(path, config, family)
-    plan = match(config, family, stored, path)
+    plan = match(config, family, stored, path, head)
+    pad = table.get("pad_token_id")
     has_tokenizer = os.path.lexists(path / TOKENIZER)
     return HFCheckpoint(
         path=path,
@@ -189,6 +116,8 @@ def read_hf(path: str | os.PathLike[str]) -> HFCheckpoint:
         tokenizer_file=inner_file(path, TOKENIZER) if has_tokenizer else None,
         plan=plan,
         stored=stored,
+        head=head,
+        pad_token_id=pad if type(pad) is int else None,
     )
 
 

@@ -7,12 +7,15 @@ its values is cheap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scratchlm.interop.gguf_file import StoredBlocks
+from scratchlm.interop.gguf_types import TENSOR_TYPES
 from scratchlm.interop.links import Link
 from scratchlm.interop.safetensors_file import (
     CHUNK_BYTES,
@@ -22,6 +25,7 @@ from scratchlm.interop.safetensors_file import (
     read_exactly,
 )
 from scratchlm.interop.shapes import Shape
+from scratchlm.ops.quantized import dequantize
 
 
 def is_finite(values: Tensor) -> bool:
@@ -33,7 +37,9 @@ def is_finite(values: Tensor) -> bool:
 def read_link(stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
     """Fill `out` from a link's box, yielding each piece as it arrives, to be checked."""
     with opened(stored.file) as file:
-        if link.transposed:
+        if isinstance(stored, StoredBlocks):
+            yield from _read_blocks(file, stored, link, out)
+        elif link.transposed:
             yield from _read_transposed(file, stored, link, out)
         else:
             yield from _read_straight(file, stored, link, out)
@@ -54,6 +60,37 @@ def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterat
             if not direct:
                 target.copy_(piece)
             yield piece
+
+
+def _read_blocks(file: Any, stored: StoredBlocks, link: Link, out: Tensor) -> Iterator[Tensor]:
+    """Read whole rows of a quantised tensor, and dequantise a few of them at a time."""
+    rows = out.view(-1, out.shape[-1])
+    start, row_bytes = _packed_rows(stored, link)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    buffer = torch.empty(min(step, len(rows)), row_bytes, dtype=torch.uint8)
+    for begin in range(0, len(rows), step):
+        packed = buffer[: min(step, len(rows) - begin)]
+        read_exactly(file, start + begin * row_bytes, packed)
+        piece = dequantize(packed, stored.dtype.lower())
+        rows[begin : begin + len(piece)].copy_(piece)
+        yield piece
+
+
+def read_packed(stored: StoredBlocks, link: Link) -> Tensor:
+    """Read a link's box of a quantised tensor as the blocks it is stored in: (blocks, bytes)."""
+    start, row_bytes = _packed_rows(stored, link)
+    rows = math.prod(end - begin for begin, end in link.box[:-1])
+    packed = torch.empty(rows * row_bytes, dtype=torch.uint8)
+    with opened(stored.file) as file:
+        read_exactly(file, start, packed)
+    return packed.view(-1, TENSOR_TYPES[stored.dtype].nbytes)
+
+
+def _packed_rows(stored: StoredBlocks, link: Link) -> tuple[int, int]:
+    """Return where in the file the rows of a link's box begin, and the bytes of a row."""
+    (first,) = _chunk_starts(link)
+    row_bytes = stored.nbytes // math.prod(stored.shape[:-1])
+    return stored.start + first // stored.shape[-1] * row_bytes, row_bytes
 
 
 def _chunk_starts(link: Link) -> list[int]:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
+from scratchlm.config.heads import TaskHead
 from scratchlm.durable import whole_directory, write_file
 from scratchlm.errors import ScratchLMError
+from scratchlm.interop.heads import family_with, head_words
 from scratchlm.interop.hf_config import to_hf_config
-from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.links import Link
 from scratchlm.interop.matching import Plan, links_by_their_name, plan_for
 from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER
@@ -54,10 +55,15 @@ def write_hf(
     dtype: torch.dtype | None = None,
     *,
     eos_token_ids: Sequence[int] = (),
+    chat_template: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    head: TaskHead | None = None,
+    pad_token_id: int | None = None,
 ) -> Path:
     """Write a model where transformers finds it; in `dtype`, or in the dtype each tensor has.
 
+    `head`: of a trunk with a task head; its batches are padded with `pad_token_id`.
+    `chat_template`: what tokenizer_config.json says of it, special tokens included.
     A model that no Hugging Face family can represent is refused, and so is a directory that is
     already there.
     """
@@ -67,14 +73,20 @@ def write_hf(
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ValueError(f"weights cannot be written as {dtype}")
     table = to_hf_config(config)
-    plan = plan_for(config, FAMILIES[table["model_type"]].tables[0])
-    _check_tensors(plan, tensors)
+    family = family_with(table["model_type"], head)
+    plan = plan_for(config, family.tables[0], head)
+    check_tensors(plan, tensors)
     outs = _layout(plan, tensors, dtype)
     end = end_tokens(tokenizer_file, eos_token_ids)
     table |= _common_words(outs, end.ids)
+    if head is not None:
+        table |= {"architectures": [family.architecture], **head_words(head, pad_token_id)}
     files: dict[str, dict[str, Any]] = {CONFIG: table, GENERATION: _generation(end.ids)}
     if tokenizer_file is not None and end.is_hugging_face:
-        files[TOKENIZER_CONFIG] = tokenizer_config(end, config.context_length)
+        files[TOKENIZER_CONFIG] = {
+            **tokenizer_config(end, config.context_length),
+            **(chat_template or {}),
+        }
     source = Path(tokenizer_file) if tokenizer_file is not None else None
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ScratchLMError(f"{directory} exists already and is not overwritten")
@@ -87,7 +99,8 @@ def write_hf(
     return directory
 
 
-def _check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those of a plan."""
     missing, unexpected = plan.shapes.keys() - tensors.keys(), tensors.keys() - plan.shapes.keys()
     if missing or unexpected:
         raise ValueError(
@@ -173,6 +186,12 @@ def half_layout(rows: Tensor, d_head: int) -> Tensor:
     """
     pairs = rows.unflatten(0, (-1, d_head // 2, 2))  # (heads, pair, two, …)
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def interleaved_layout(rows: Tensor, d_head: int) -> Tensor:
+    """Reorder channels from pairs (i, i + d/2) to pairs (0,1), (2,3), …: `half_layout` undone."""
+    halves = rows.unflatten(0, (-1, 2, d_head // 2))  # (heads, two, pair, …)
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _write_weights(

@@ -33,7 +33,7 @@ FOR_THIS_CPU = ("-march=native", "-mcpu=native")  # the first that the compiler 
 COMPILERS = ("c++", "g++", "clang++")
 SYMBOLS = {
     "attention": ("attend", "attend_back"),
-    "step": ("run_step",),
+    "step": ("run_step", "run_product"),
 }  # what a library must have
 TIME_LIMIT = 60  # seconds for a compiler: it takes three
 NOTICE_AFTER = 10  # seconds of silence

@@ -6,6 +6,7 @@ prints and draws; this file runs them in order.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -140,4 +141,10 @@ def _show(world: World) -> int:
     )
     print_verdict(console, world, result)
     console.print(f"report  {report}", markup=False, soft_wrap=True)
+    console.print(
+        f"page    scratchlm serve {shlex.quote(str(world.out))}, then open http://127.0.0.1:8000: "
+        "write with it, and look inside",
+        markup=False,
+        soft_wrap=True,
+    )
     return 0 if result.holds else 1
