@@ -34,6 +34,7 @@ from scratchlm.cli import (
 from scratchlm.cli.errors import fit_terminal, fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
+from scratchlm.parallel.launch import launched_rank
 
 app = App(
     name="scratchlm",
@@ -107,7 +108,9 @@ def main() -> None:
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        say(fit_terminal(f"error: {one_line(error)}"), err=True)
+        rank = launched_rank()
+        whose = "" if rank is None else f"rank {rank}: "
+        say(fit_terminal(f"{whose}error: {one_line(error)}"), err=True)
         forget_output()
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)

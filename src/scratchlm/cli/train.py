@@ -6,6 +6,7 @@ import contextlib
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from scratchlm.cli.training_setup import TrainArgs
+    from scratchlm.parallel.ranks import Ranks
     from scratchlm.training import Plan
     from scratchlm.training.choosing import Machine
     from scratchlm.training.loop import RunTasks, Sampler
@@ -85,6 +87,10 @@ def train(
         typer.Option(help="The text's field in JSON Lines or Parquet.", show_default="text"),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Train on this many GPUs of this machine, a process each.", min=1),
+    ] = None,
     ops: Annotated[str, typer.Option(help="fast, or reference: the formulas as written.")] = "fast",
     accelerate: Annotated[
         bool | None,
@@ -106,8 +112,11 @@ def train(
     A second Ctrl-C ends at once.
     """
     from scratchlm.cli.training_setup import TrainArgs
+    from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
     from scratchlm.training.settings import parse_overrides
 
+    if gpus is not None and launched_rank() is None:
+        raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:])))
     words = data or []
     changes = [word for word in words if word.startswith(SECTIONS) and "=" in word]
     overrides = parse_overrides([*changes, *(set_ or [])])
@@ -131,32 +140,62 @@ def train(
         start=start,
         overrides=overrides,
     )
-    status = _train(args, resume, device, ops, prompt, tensorboard)
+    with contextlib.ExitStack() as stack:
+        ranks = None if launched_rank() is None else stack.enter_context(_join(args, device))
+        status = _train(args, resume, device, ops, prompt, tensorboard, ranks)
     if status:
         raise typer.Exit(status)
 
 
+def _join(args: TrainArgs, device: str) -> contextlib.AbstractContextManager[Ranks]:
+    """Join the processes that `torchrun` has started."""
+    from scratchlm.cli.training_setup import config_tables
+    from scratchlm.parallel.ranks import join_ranks
+    from scratchlm.training import TrainConfig, has_run, read_plan
+
+    begun = read_plan(args.out).train.to_dict() if has_run(args.out) else {}
+    asked = config_tables(args).get("train", {})
+    chosen = {name: {**begun, **asked}.get(name) for name in ("tp", "rank_timeout")}
+    known = {name: value for name, value in chosen.items() if value is not None}
+    settings = TrainConfig.from_dict(known)
+    return join_ranks(choose_device(device).type, settings.tp, settings.rank_timeout)
+
+
 def _train(
-    args: TrainArgs, resume: bool, device: str, ops: str, prompt: str | None, tensorboard: bool
+    args: TrainArgs,
+    resume: bool,
+    device: str,
+    ops: str,
+    prompt: str | None,
+    tensorboard: bool,
+    ranks: Ranks | None,
 ) -> int:
     from scratchlm.cli.training_checks import check_place
     from scratchlm.cli.training_console import TensorBoard
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.ops import OPS
     from scratchlm.training import has_run
+    from scratchlm.training.choosing import Machine
     from scratchlm.training.learner import check_overrides
+    from scratchlm.training.plan import plan_of, plan_tables
 
     if tensorboard:
         TensorBoard.require()
     if ops not in OPS:
         raise ValueError(f"--ops must be one of {', '.join(OPS)}; got {ops!r}")
-    where = choose_device(device)
-    begun = has_run(args.out)
-    check_place(args.out, resume)
-    given = args.overrides if begun else config_tables(args)
-    check_overrides(given.get("train", {}), where.type)
-    machine = look_at_machine(where)
-    plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
+    where = choose_device(device) if ranks is None else ranks.device
+    if ranks is None or ranks.is_first:  # one looks at the machine and the data, for all
+        begun = has_run(args.out)
+        check_place(args.out, resume)
+        given = args.overrides if begun else config_tables(args)
+        check_overrides(given.get("train", {}), where.type, ranks)
+        machine = look_at_machine(where)
+        plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
+    if ranks is not None:
+        told = ranks.from_first(
+            [asdict(machine), plan_tables(args.out, plan)] if ranks.is_first else None
+        )
+        machine, plan = Machine(**told[0]), plan_of(args.out, told[1])
     sample, bytes_per_id = _text_tools(plan, prompt)
     return carry_out(
         "train",
@@ -168,7 +207,8 @@ def _train(
         ops=ops,
         sample=sample,
         bytes_per_id=bytes_per_id,
-        tensorboard=tensorboard,
+        tensorboard=tensorboard and (ranks is None or ranks.is_first),
+        ranks=ranks,
     )
 
 
@@ -185,8 +225,12 @@ def carry_out(
     bytes_per_id: torch.Tensor | None,
     tensorboard: bool,
     run_tasks: RunTasks | None = None,
+    ranks: Ranks | None = None,
 ) -> int:
-    """Train a plan before the user's eyes, and write the report; return the exit status."""
+    """Train a plan before the user's eyes, and write the report; return the exit status.
+
+    Of several ranks the first one speaks.
+    """
     from scratchlm.cli.attention_picture import attention_section
     from scratchlm.cli.starting import load_start, template_of
     from scratchlm.cli.training_console import TensorBoard, TrainingConsole
@@ -195,16 +239,18 @@ def carry_out(
 
     settings = plan.train.resolved(device.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
-    watchers: list[Watcher] = [console]
+    speaks = ranks is None or ranks.is_first
+    watchers: list[Watcher] = [console] if speaks else []
     board = TensorBoard(out / "tensorboard") if tensorboard else None
     run_tasks = run_tasks or _task_runner(plan)
-    with watch_signals(console.stop_notice) as stop:
+    with watch_signals(console.stop_notice if speaks else "") as stop:
         with console, contextlib.ExitStack() as at_the_end:
             if board is not None:
                 watchers.append(at_the_end.enter_context(contextlib.closing(board)))
 
             def begin(learner: Any, run: Any, _: object) -> None:
-                _announce(plan, learner, run.progress.step)
+                if speaks:
+                    _announce(plan, learner, run.progress.step)
                 console.best_loss = run.progress.best_loss
                 if board is not None:
                     board.begin(run.progress.step)
@@ -220,12 +266,17 @@ def carry_out(
                 run_tasks=run_tasks,
                 watchers=tuple(watchers),
                 on_begin=begin,
-                warn=lambda message: say_progress(f"warning: {message}"),
+                warn=(lambda message: say_progress(f"warning: {message}"))
+                if speaks
+                else (lambda message: None),
                 should_stop=stop,
                 matmul_rate=machine.matmul_rate,
                 start=None if plan.start is None else lambda: load_start(plan),
                 chat_template=template_of(plan),
+                ranks=ranks,
             )
+        if not speaks:
+            return stop.exit_status if outcome.ended == "interrupted" else 0
         if outcome.ended == "interrupted":
             step = outcome.progress.step
             where_now = f"at step {step:,} and saved" if step else "before the first step"
@@ -304,7 +355,7 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
     )
     say_progress(
         f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens, "
-        f"{epochs(plan):.3g} epochs, on {learner.device}, {settings.precision}"
+        f"{epochs(plan):.3g} epochs, on {_where(learner)}, {settings.precision}"
         + (f"; starting from {plan.start}" if plan.start and not step else "")
         + (f"; going on from step {step:,}" if step else "")
     )
@@ -314,6 +365,15 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
         reason = native.why_not()
         if reason is not None:
             say_progress(f"attention: torch's, which is slower; ours is not available: {reason}")
+
+
+def _where(learner: Any) -> str:
+    """Say on what a model learns: a device, or ranks and how it lies over them."""
+    ranks, settings = learner.ranks, learner.settings
+    if ranks is None:
+        return str(learner.device)
+    tp = f" × tp {ranks.tensor_size}" if ranks.tensor_size > 1 else ""
+    return f"{ranks.size} ranks ({settings.parallel or 'zero1'}{tp}, {ranks.device.type})"
 
 
 def epochs(plan: Plan) -> float:

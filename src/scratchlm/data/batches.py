@@ -14,8 +14,8 @@ not divide T, runs on into the next one and those targets are set to IGNORE_INDE
 moves the cuts from epoch to epoch: over many epochs an id is seen with every length of context,
 as with random crops, without leaving any id out.
 
-Rank r of R takes rows r·B/R … (r+1)·B/R − 1 of the global batch of B rows, which is the same for
-every R. A batch may hold the end of one epoch and the beginning of the next.
+Rank r of R takes rows ⌊r·B/R⌋ … ⌊(r+1)·B/R⌋ − 1 of the global batch of B rows, which is the same
+for every R. A batch may hold the end of one epoch and the beginning of the next.
 
 Documents: as a *target* the end-of-text id closes its document; as an *input* it opens the next
 one, whose first id it predicts. With `document_ids=True` the ids in a row are numbered this way,
@@ -91,9 +91,9 @@ class _Windows:
                 raise ValueError(f"{name} must be >= 1; got {value}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0 … world_size−1; got {rank=}, {world_size=}")
-        if batch_size % world_size:
+        if batch_size < world_size:
             raise ValueError(
-                f"batch_size must be divisible by world_size; got {batch_size=}, {world_size=}"
+                f"batch_size must give every rank a row; got {batch_size=}, {world_size=}"
             )
         if len(tokens) < 2:
             raise ValueError(f"{tokens.path}: batches need at least 2 ids; got {len(tokens)}")
@@ -113,14 +113,20 @@ class _Windows:
     @property
     def rows(self) -> int:
         """Rows per batch of this rank."""
-        return self.batch_size // self.world_size
+        first, last = self._row_bounds()
+        return last - first
+
+    def _row_bounds(self) -> tuple[int, int]:
+        """Return which rows of a batch are this rank's; ranks differ by one row at most."""
+        size, rank, world = self.batch_size, self.rank, self.world_size
+        return size * rank // world, size * (rank + 1) // world
 
     def rank_rows(self, step: int) -> np.ndarray:
         """Return the global row indices of this rank at `step`."""
         if step < 0:
             raise ValueError(f"step must be >= 0; got {step}")
-        first = step * self.batch_size + self.rank * self.rows
-        return np.arange(first, first + self.rows, dtype=np.int64)
+        first, last = (step * self.batch_size + bound for bound in self._row_bounds())
+        return np.arange(first, last, dtype=np.int64)
 
     def read_windows(self, starts: np.ndarray, num_valid: np.ndarray) -> Batch:
         """Read the windows at `starts`; targets of row i from num_valid[i] on are ignored."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -82,8 +82,12 @@ def evaluate(
     bytes_per_id: Tensor | None = None,
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    add_up: Callable[[Sequence[float]], list[float]] = list,
 ) -> Evaluation | None:
-    """Measure the loss over `batches` (0: all of them); None if `should_stop` interrupted it."""
+    """Measure the loss over `batches` (0: all of them); None if `should_stop` interrupted it.
+
+    `add_up` adds numbers up over the ranks that have measured other rows.
+    """
     device = next(model.parameters()).device
     means: list[Tensor] = []
     counts: list[int] = []
@@ -107,9 +111,10 @@ def evaluate(
             mean = model.head_loss(hidden, on_device.targets, ignore_index=IGNORE_INDEX)
         means.append(mean)
         counts.append(count)
-    if not counts:
+    per_batch = torch.stack(means).tolist() if means else []  # the only wait for the device
+    own = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
+    total, targets, num_bytes = add_up([own, sum(counts), sum(sizes)])
+    if not targets:
         raise ValueError("there is nothing to evaluate on: no targets")
-    per_batch = torch.stack(means).tolist()  # the only synchronisation with the device
-    total = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
     batches_found = tuple(zip(per_batch, counts, sizes, strict=True))
-    return Evaluation(total / sum(counts), sum(counts), sum(sizes) or None, batches_found)
+    return Evaluation(total / targets, round(targets), round(num_bytes) or None, batches_found)

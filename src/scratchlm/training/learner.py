@@ -17,7 +17,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,17 +29,28 @@ from torch.utils.checkpoint import (
 )
 
 from scratchlm import acceleration
+from scratchlm.checkpoint import MODEL, TRAINING_STATE, Piece, read_piece, tensor_shapes
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
 from scratchlm.data.permutation import derive_key
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.parallel.rows import as_rows, local
 from scratchlm.threads import share_cores
-from scratchlm.training.optimizers import ScalesGradients, WritesShadowWeights, make_optimizers
+from scratchlm.training.optimizers import (
+    ScalesGradients,
+    WritesShadowWeights,
+    is_hidden_matrix,
+    make_optimizers,
+)
 from scratchlm.training.recording import RecordedBackward
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.shares import Shares
+
+if TYPE_CHECKING:
+    from scratchlm.parallel.layout import Layout
+    from scratchlm.parallel.ranks import Ranks
 
 DROPOUT = 6  # the purpose a key is derived for
 
@@ -52,20 +64,29 @@ class Learner:
         settings: TrainConfig,
         *,
         warn: Callable[[str], None] = warnings.warn,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.warn = model, warn
-        self.device = next(model.parameters()).device
+        """Make a model learn; with `ranks`, together with theirs."""
+        self.model, self.warn, self.ranks = model, warn, ranks
+        self.config = model.config  # of the whole model
+        self.device = next(model.parameters()).device if ranks is None else ranks.device
         if self.device.type == "cpu":
             share_cores()
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
+        check_ranks(settings, ranks)
         disable_cublas_workspace(settings)
         if settings.accelerate:
             acceleration.accelerate(model)
         else:
             acceleration.plain(model)
+        apply_checkpointing(model, settings.checkpointing, settings.checkpointed_layers)
+        apply_precision(model, settings.precision)
+        self.layout: Layout | None = None
+        if ranks is not None:
+            self.layout = spread(model, settings, ranks)
         self.optimizers = make_optimizers(
-            model,
+            model if self.layout is None else self.layout.updated,
             settings.optimizer,
             lr=settings.lr,
             betas=settings.betas,
@@ -84,12 +105,11 @@ class Learner:
         self.average: dict[str, Tensor] | None = None
         if settings.ema:
             self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
-        apply_checkpointing(model, settings.checkpointing, settings.checkpointed_layers)
-        apply_precision(model, settings.precision)
         self.loss: Callable[..., Tensor] = apply_compile(model, settings.compile)
         self._compiled_once = settings.compile == "off"
         self.shadow = None
-        if settings.accelerate and settings.precision != "fp32" and self.device.type == "cuda":
+        low = settings.precision != "fp32" and self.device.type == "cuda"
+        if settings.accelerate and low and self.layout is None:
             low = all(isinstance(optimizer, ScalesGradients) for optimizer in self.optimizers)
             self.shadow = acceleration.shadow_weights(model, low_gradients=low)
             for optimizer in self.optimizers:
@@ -103,9 +123,16 @@ class Learner:
             self.recorded = RecordedBackward(
                 self.backward,
                 list(self.parameters.values()),
-                accumulates=settings.micro_batch_size != settings.batch_size,
+                accumulates=settings.micro_batch_size < self.rows,
                 warn=warn,
             )
+        elif self.layout is not None:
+            self.layout.data.send_when_ready()
+
+    @property
+    def rows(self) -> int:
+        """Sequences of an update that this process reads, or another one at most."""
+        return -(-self.settings.batch_size // (1 if self.ranks is None else self.ranks.data_size))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Run matmuls in bfloat16 where the settings say so."""
@@ -186,14 +213,15 @@ class Learner:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let the model be as it is used: without dropout."""
-        if not self.draws:
-            yield
-            return
-        self.model.eval()
+        if self.draws:
+            self.model.eval()
         try:
             yield
         finally:
-            self.model.train()
+            if self.draws:
+                self.model.train()
+            if self.layout is not None:
+                self.layout.after_evaluation()
 
     def set_lr(self, lr: float) -> None:
         """Give every optimizer the step's learning rate."""
@@ -245,6 +273,60 @@ class Learner:
                     tensors[f"{key}.{name}"] = value
         return tensors
 
+    def model_pieces(self) -> dict[str, list[Piece]]:
+        """Return this rank's part of the weights."""
+        assert self.layout is not None
+        return {name: self._pieces(name, p.detach()) for name, p in self.layout.updated.items()}
+
+    def training_state_pieces(self) -> dict[str, list[Piece]]:
+        """Return this rank's part of what else the next step depends on."""
+        assert self.layout is not None
+        pieces: dict[str, list[Piece]] = {}
+        for optimizer in self.optimizers:
+            for name, p in self.layout.updated.items():
+                for key, value in optimizer.state.get(p, {}).items():
+                    pieces[f"{key}.{name}"] = self._pieces(name, value)
+        return pieces
+
+    def _pieces(self, name: str, value: Tensor) -> list[Piece]:
+        assert self.layout is not None
+        found = self.layout.boxes_of(name, value)
+        return [Piece(box.shape, box.offsets, tensor.detach()) for box, tensor in found]
+
+    def load_pieces(self, path: Path) -> None:
+        """Take up this rank's part of a checkpoint, however many ranks wrote it."""
+        assert self.layout is not None
+        keys: dict[str, list[str]] = {}
+        for full_name in tensor_shapes(path, TRAINING_STATE):
+            key, _, name = full_name.partition(".")
+            keys.setdefault(name, []).append(key)
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, p in self.layout.updated.items():
+            self._fill(path, MODEL, name, name, p.data)
+            for key in keys.get(name, ()):
+                state.setdefault(name, {})[key] = self._read(path, f"{key}.{name}", name, p)
+        for optimizer in self.optimizers:
+            _load_optimizer(optimizer, self.layout.updated, state)
+        self.layout.share_weights()
+
+    def _read(self, path: Path, stored: str, name: str, p: torch.nn.Parameter) -> Tensor:
+        shapes = tensor_shapes(path, TRAINING_STATE)
+        if not shapes[stored]:  # one number
+            return read_piece(path, stored, (), (), TRAINING_STATE, self.device)
+        value = torch.zeros_like(p.data)
+        self._fill(path, TRAINING_STATE, stored, name, value)
+        return value
+
+    def _fill(self, path: Path, file: str, stored: str, name: str, value: Tensor) -> None:
+        assert self.layout is not None
+        place = as_rows(local(value))
+        begin = 0
+        for box in self.layout.wanted(name):
+            piece = read_piece(path, stored, box.offsets, box.lengths, file, self.device)
+            rows = as_rows(piece)
+            place[begin : begin + len(rows)].copy_(rows)
+            begin += len(rows)
+
     def load(self, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Take up what `model_tensors` and `training_state` returned."""
         by_name: dict[str, dict[str, Tensor]] = {}
@@ -295,6 +377,59 @@ def build_model(
 # Means applied from outside
 
 
+def spread(model: TransformerLM, settings: TrainConfig, ranks: Ranks) -> Layout:
+    """Lay a model over ranks."""
+    from scratchlm.parallel.layout import Layout
+
+    muon = settings.optimizer == "muon"
+    return Layout(
+        model,
+        ranks,
+        settings.parallel or "zero1",
+        low=settings.precision != "fp32",
+        whole=lambda name, p: muon and is_hidden_matrix(name, p),
+    )
+
+
+def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
+    """Refuse by name a setting that cannot apply to so many ranks."""
+    if ranks is None:
+        asked = settings.parallel not in (None, "none")
+        name = f"parallel={settings.parallel}" if asked else f"tp={settings.tp}"
+        if asked or settings.tp > 1:
+            raise ScratchLMError(
+                f"train.{name} needs several ranks (torchrun, or --gpus N); on one, "
+                "train.parallel=none train.tp=1"
+            )
+        return
+    if settings.parallel == "none":
+        raise ScratchLMError(f"train.parallel=none is for one rank; there are {ranks.size}")
+    for name in ("ema", "shares"):
+        if getattr(settings, name) > (name == "shares"):
+            raise ScratchLMError(f"train.{name} does not go with several ranks")
+    if settings.has_collectives:
+        for name, wrong in (
+            ("cuda_graph", settings.cuda_graph),
+            ("precision=fp8", settings.precision == "fp8"),
+        ):
+            if wrong:
+                raise ScratchLMError(
+                    f"train.{name} does not go with train.parallel=fsdp or train.tp"
+                )
+    rows, ranks_of_data = settings.batch_size, ranks.data_size
+    if rows < ranks_of_data:
+        raise ScratchLMError(
+            f"train.batch_size={rows} must give each of {ranks_of_data} ranks a row"
+        )
+    micro = settings.micro_batch_size or rows
+    passes = {-(-n // micro) for n in (rows // ranks_of_data, -(-rows // ranks_of_data))}
+    if settings.has_collectives and len(passes) > 1:
+        raise ScratchLMError(
+            f"train.batch_size={rows} gives {ranks_of_data} ranks different numbers of "
+            f"micro-batches of {micro}; with fsdp or tp they must be equal"
+        )
+
+
 def check_applicable(settings: TrainConfig, device: str) -> None:
     """Refuse by name a setting that cannot apply to a model on such a device."""
     if settings.cuda_graph and device != "cuda":
@@ -311,12 +446,14 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
         raise ScratchLMError("train.checkpointed_layers needs train.checkpointing")
 
 
-def check_overrides(values: dict[str, Any], device: str) -> None:
+def check_overrides(values: dict[str, Any], device: str, ranks: Ranks | None = None) -> None:
     """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
-    about = {"cuda_graph", "shares", "precision", "accelerate"}
+    about = {"cuda_graph", "shares", "precision", "accelerate", "parallel", "tp", "ema"}
     about |= {"checkpointing", "checkpointed_layers"}
     given = {name: values[name] for name in about if name in values}
-    check_applicable(TrainConfig.from_dict(given).resolved(device), device)
+    settings = TrainConfig.from_dict({"batch_size": 1 << 24, **given}).resolved(device)
+    check_applicable(settings, device)
+    check_ranks(settings, ranks)
 
 
 def apply_precision(model: TransformerLM, precision: str | None) -> None:

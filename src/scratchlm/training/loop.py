@@ -76,7 +76,9 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
     """Train from the current step; return why it stopped: finished, early stop, interrupted."""
-    settings, progress = learner.settings, run.progress
+    settings, progress, ranks = learner.settings, run.progress, learner.ranks
+    if ranks is not None:
+        own_stop, should_stop = should_stop, lambda: ranks.any(own_stop())
     lr_at = schedule_of(settings)
     prefetched = cast(Generator[Batch], data.train.iterate(progress.step, settings.steps))
     with contextlib.closing(prefetched) as batches:
@@ -93,6 +95,8 @@ def train(
                 return reason
             began = time.perf_counter()
             step = progress.step + 1
+            if ranks is not None:
+                ranks.beat(step)
             step_result = take_step(learner, next(batches), step, lr_at(step))
             seconds = time.perf_counter() - began
             progress.step, progress.seconds = step, progress.seconds + seconds
@@ -101,7 +105,7 @@ def train(
                 "loss": step_result.loss,
                 "lr": lr_at(step),
                 "grad_norm": step_result.grad_norm,
-                "tokens": step * settings.tokens_per_step(learner.model.config),
+                "tokens": step * settings.tokens_per_step(learner.config),
                 "clock": throughput.record(seconds, progress.seconds),
             }
             run.metrics.write(record)
@@ -111,15 +115,19 @@ def train(
 
 def _save_is_due(learner: Learner, run: Run, improved: bool) -> bool:
     """Whether to save now; the best step so far is copied where it is written later."""
-    every, progress = learner.settings.save_every, run.progress
+    every, progress, ranks = learner.settings.save_every, run.progress, learner.ranks
+
+    def agreed(flag: bool) -> bool:
+        return flag if ranks is None else ranks.first_says(flag)  # whose clock decides
+
     if every and progress.step % every == 0:
         return True
     just_evaluated = progress.evaluated == progress.step
     if improved or (not every and just_evaluated):
-        if run.may_save:
+        if agreed(run.may_save):
             return True
         return improved and not run.keep_best(learner)
-    return not every and run.is_overdue
+    return not every and agreed(run.is_overdue)
 
 
 def _stop_reason(learner: Learner, run: Run, should_stop: Callable[[], bool]) -> str:
@@ -155,6 +163,7 @@ def _evaluate_if_due(
                 bytes_per_id=data.bytes_per_id,
                 autocast=learner.autocast(),
                 should_stop=should_stop,
+                **({} if learner.ranks is None else {"add_up": learner.ranks.sum}),
             )
             if result is None:  # interrupted: the resumed run evaluates at this step
                 return False

@@ -68,6 +68,22 @@ class MetricsFile:
         self._file.close()
 
 
+class NoMetrics(MetricsFile):
+    """The log of a rank whose lines another one writes."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write nothing."""
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
 class _Line:
     """One line of the file: what it says, or what is wrong with it."""

@@ -23,7 +23,7 @@ gains and biases, of one dimension, are left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scratchlm import acceleration
+from scratchlm.parallel.rows import units_of
 
 CLIP_EPS = 1e-6
 # Newton-Schulz: steep at 0, so that small singular values grow fast; near 1 they stay within ±0.3.
@@ -205,7 +206,7 @@ def _check_not_negative(**values: float) -> None:
 
 
 def make_optimizers(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, nn.Parameter],
     kind: str = "adamw",
     *,
     lr: float = 1e-3,
@@ -216,10 +217,14 @@ def make_optimizers(
     moment: torch.dtype | None = None,
     fast: bool = True,
 ) -> list[Optimizer]:
-    """Make what moves a model's parameters; `fast=False` takes the classes above."""
+    """Make what moves a model's parameters, or those of a table by name.
+
+    `fast=False` takes the classes above.
+    """
     if kind not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be one of adamw, muon; got {kind!r}")
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    table = model.items() if isinstance(model, Mapping) else model.named_parameters()
+    named = [(name, p) for name, p in table if p.requires_grad]
     hidden = [p for name, p in named if kind == "muon" and is_hidden_matrix(name, p)]
     chosen = {id(p) for p in hidden}
     rest = [p for _, p in named if id(p) not in chosen]
@@ -297,9 +302,14 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = CLIP_EPS) -> Tensor:
 
 
 def global_norm(tensors: list[Tensor]) -> Tensor:
-    """Return √Σ‖t‖² over all tensors: the norm of their norms."""
+    """Return √Σ‖t‖² over all tensors: the norm of their norms.
+
+    On a CPU, of the norms of their units: the same to the bit where ranks have some units each.
+    """
     if not tensors:
         return torch.tensor(0.0)
+    if tensors[0].device.type == "cpu":
+        tensors = [unit for tensor in tensors for unit in units_of(tensor)]
     kinds = {tensor.dtype for tensor in tensors}  # one pass for each: bfloat16 summed in float32
     norms: list[Tensor] = []
     for kind in sorted(kinds, key=str):

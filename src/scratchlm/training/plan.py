@@ -72,18 +72,34 @@ class Plan:
     tuning: Tuning | None = None  # of a run of fine-tuning
 
 
+def plan_tables(run: Path, plan: Plan) -> dict[str, Any]:
+    """Write a plan as plain values."""
+    return {
+        "model": to_dict(plan.model),
+        "train": plan.train.to_dict(),
+        "data": plan.data.to_dict(run),
+        **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
+        **({} if plan.start is None else {"start": {"from": str(plan.start.absolute())}}),
+        **({} if plan.tuning is None else {"tuning": plan.tuning.to_dict()}),
+    }
+
+
+def plan_of(run: Path, tables: dict[str, Any]) -> Plan:
+    """Read what `plan_tables` wrote."""
+    start = tables.get("start", {}).get("from")
+    return Plan(
+        from_dict(tables["model"]),
+        TrainConfig.from_dict(tables["train"]),
+        DataFiles.from_dict(tables["data"], run),
+        frozenset(tables.get("changed", {}).items()),
+        None if start is None else Path(start),
+        Tuning.from_dict(tables["tuning"]) if "tuning" in tables else None,
+    )
+
+
 def write_plan(run: Path, plan: Plan) -> None:
     """Write RUN/config.toml, whole or not at all."""
-    text = toml_text(
-        {
-            "model": to_dict(plan.model),
-            "train": plan.train.to_dict(),
-            "data": plan.data.to_dict(run),
-            **({"changed": dict(sorted(plan.changed))} if plan.changed else {}),
-            **({} if plan.start is None else {"start": {"from": str(plan.start.absolute())}}),
-            **({} if plan.tuning is None else {"tuning": plan.tuning.to_dict()}),
-        }
-    )
+    text = toml_text(plan_tables(run, plan))
     write_atomically(run / NAME, text.lstrip("\n").encode())
 
 
@@ -91,16 +107,7 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
     """Read RUN/config.toml."""
     path = Path(run) / NAME
     try:
-        tables = read_toml(path)
-        start = tables.get("start", {}).get("from")
-        return Plan(
-            from_dict(tables["model"]),
-            TrainConfig.from_dict(tables["train"]),
-            DataFiles.from_dict(tables["data"], Path(run)),
-            frozenset(tables.get("changed", {}).items()),
-            None if start is None else Path(start),
-            Tuning.from_dict(tables["tuning"]) if "tuning" in tables else None,
-        )
+        return plan_of(Path(run), read_toml(path))
     except FileNotFoundError:
         raise ScratchLMError(f"{run}: no {NAME} there; is it a run directory?") from None
     except KeyError as error:

@@ -12,17 +12,19 @@ import contextlib
 import copy
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scratchlm.checkpoint import (
     TRAINING_STATE,
+    Piece,
     best_step,
     checkpoint_path,
     clean_leftovers,
@@ -37,13 +39,17 @@ from scratchlm.checkpoint import (
     step_of,
     verify_checkpoint,
     write_checkpoint,
+    write_sharded,
 )
 from scratchlm.data import TokenFile
 from scratchlm.durable import naming
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
-from scratchlm.training.metrics import NAME, MetricsFile
+from scratchlm.training.metrics import NAME, MetricsFile, NoMetrics
 from scratchlm.training.settings import CHANGEABLE
+
+if TYPE_CHECKING:
+    from scratchlm.parallel.ranks import Ranks
 
 
 @dataclass
@@ -65,11 +71,32 @@ SHARE, SECONDS = 0.05, 300.0
 
 @dataclass
 class Snapshot:
-    """What a checkpoint of one step holds."""
+    """What a checkpoint of one step holds; with several ranks, this one's part of it."""
 
     progress: Progress
-    model: dict[str, Tensor]
-    training_state: dict[str, Tensor]
+    model: dict[str, Any]
+    training_state: dict[str, Any]
+
+    @classmethod
+    def of(cls, progress: Progress, learner: Learner) -> Snapshot:
+        """Look at a learner's tensors, without copying them."""
+        if learner.layout is None:
+            return cls(progress, learner.model_tensors(), learner.training_state())
+        return cls(progress, learner.model_pieces(), learner.training_state_pieces())
+
+    def copied(self) -> Snapshot:
+        """Copy them, so that the next step may change the originals."""
+        tables = (
+            {name: _copied(value) for name, value in table.items()}
+            for table in (self.model, self.training_state)
+        )
+        return Snapshot(copy.copy(self.progress), *tables)
+
+
+def _copied(value: Tensor | list[Piece]) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in value]
 
 
 @dataclass
@@ -85,21 +112,56 @@ class Run:
     chat_template: bytes | None = None  # a tokenizer_config.json
     adapter: Mapping[str, Any] | None = None  # of a run that learns an adapter: it and its base
     head: Mapping[str, Any] | None = None  # of a run that trains a task head
+    ranks: Ranks | None = None  # that write its checkpoints together
     metrics: MetricsFile = field(init=False)
     unsaved_best: Snapshot | None = None  # copied, and written with the next checkpoint
     _began: float = field(default_factory=lambda: time.perf_counter())
     _saved: float = field(default_factory=lambda: time.perf_counter())
     _saving_seconds: float = 0.0
+    _writing: Writing | None = None  # a checkpoint, in the background
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if hasattr(self, "metrics"):
             self.metrics.close()
+        with contextlib.suppress(*([] if kind is None else [ScratchLMError])):
+            self.finish_writing()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that tidies and logs."""
+        return self.ranks is None or self.ranks.is_first
 
     def restore(self, learner: Learner, warn: Callable[[str], None] | None = None) -> Path | None:
         """Load the newest valid checkpoint, if any, and cut the log back to its step."""
+        path = self._newest(warn) if self.is_first else None
+        if self.ranks is not None:
+            told = self.ranks.from_first(None if path is None else path.name)
+            path = None if told is None else self.directory / "checkpoints" / told
+        if path is not None:
+            progress = self._check_same(path, learner)
+            if learner.layout is None:
+                state = read_tensors(path, learner.device, TRAINING_STATE)
+                learner.load(read_tensors(path, learner.device), state)
+            else:
+                learner.load_pieces(path)
+            self.progress = progress
+            metadata = read_manifest(path)["metadata"]
+            self.eos_token_ids = tuple(metadata.get("eos_token_ids", ()))
+            if self.is_first:
+                set_aside_after(self.directory, self.progress.step)
+                self._prune(learner)  # the last session may have ended just before it did
+        self.metrics = NoMetrics()
+        if self.is_first:
+            self.metrics = MetricsFile(
+                self.directory / NAME, self.progress.step, self.progress.evaluated, warn
+            )
+        return path
+
+    def _newest(self, warn: Callable[[str], None] | None) -> Path | None:
+        """Tidy up, and find the checkpoint to go on from."""
         clean_leftovers(self.directory)
         for link in find_checkpoints(self.directory):
             if link.is_symlink():
@@ -107,24 +169,11 @@ class Run:
                     f"{link} is a link, and a run tidies its checkpoints up: put the folder itself "
                     "there, or take the link away"
                 )
-        path = newest_valid(self.directory, warn)
-        if path is not None:
-            progress = self._check_same(path, learner)
-            state = read_tensors(path, learner.device, TRAINING_STATE)
-            learner.load(read_tensors(path, learner.device), state)
-            self.progress = progress
-            metadata = read_manifest(path)["metadata"]
-            self.eos_token_ids = tuple(metadata.get("eos_token_ids", ()))
-            set_aside_after(self.directory, self.progress.step)
-            self._prune(learner)  # the last session may have ended just before it did
-        self.metrics = MetricsFile(
-            self.directory / NAME, self.progress.step, self.progress.evaluated, warn
-        )
-        return path
+        return newest_valid(self.directory, warn)
 
     def _check_same(self, path: Path, learner: Learner) -> Progress:
         """Refuse a checkpoint of another model, data or settings; return how far it was."""
-        if read_config(path) != learner.model.config:
+        if read_config(path) != learner.config:
             raise ScratchLMError(f"{path} holds another model than the run's config.toml says")
         metadata = read_manifest(path)["metadata"]
         try:
@@ -171,14 +220,12 @@ class Run:
     def keep_best(self, learner: Learner) -> bool:
         """Copy the current step, to be written later; say whether memory sufficed."""
         try:
-            self.unsaved_best = Snapshot(
-                copy.copy(self.progress),
-                {name: tensor.clone() for name, tensor in learner.model_tensors().items()},
-                {name: tensor.clone() for name, tensor in learner.training_state().items()},
-            )
+            self.unsaved_best = Snapshot.of(self.progress, learner).copied()
         except torch.OutOfMemoryError:
-            return False
-        return True
+            self.unsaved_best = None
+        if self.ranks is not None and self.ranks.any(self.unsaved_best is None):
+            self.unsaved_best = None
+        return self.unsaved_best is not None
 
     def save(self, learner: Learner) -> list[Path]:
         """Write checkpoints of the best step, if it waits to be, and of the current one."""
@@ -188,24 +235,28 @@ class Run:
             written.append(self._write(waiting, learner))
         waiting = None
         if not self.is_saved:
-            now = Snapshot(self.progress, learner.model_tensors(), learner.training_state())
-            written.append(self._write(now, learner))
+            written.append(self._write(Snapshot.of(self.progress, learner), learner))
         self._saved = time.perf_counter()
         self._saving_seconds += self._saved - began
         return written
 
     def _write(self, snapshot: Snapshot, learner: Learner) -> Path:
-        """Write a checkpoint, verify it, then prune the old ones."""
+        """Write a checkpoint, verify it, then prune the old ones.
+
+        Several ranks write theirs in the background, from a copy; the next step goes on meanwhile.
+        """
         path = checkpoint_path(self.directory, snapshot.progress.step)
+        self.finish_writing()
         self.metrics.sync()
-        write_checkpoint(
-            path,
-            model=snapshot.model,
-            config=learner.model.config,
-            tokenizer_file=self.tokenizer,
-            tokenizer_config=self.chat_template,
-            training_state=snapshot.training_state,
-            metadata={
+        if self.ranks is not None:
+            snapshot = snapshot.copied()
+        contents: dict[str, Any] = {
+            "model": snapshot.model,
+            "config": learner.config,
+            "tokenizer_file": self.tokenizer,
+            "tokenizer_config": self.chat_template,
+            "training_state": snapshot.training_state,
+            "metadata": {
                 "reached": asdict(snapshot.progress),
                 "data": dict(self.data),
                 "train": learner.settings.to_dict(),
@@ -213,11 +264,29 @@ class Run:
                 **({} if self.adapter is None else {"adapter": dict(self.adapter)}),
                 **({} if self.head is None else {"head": dict(self.head)}),
             },
-        )
-        verify_checkpoint(path)
-        self._prune(learner)
-        remove_damaged(self.directory)
+        }
+
+        def write() -> None:
+            if self.ranks is None:
+                write_checkpoint(path, **contents)
+            else:
+                write_sharded(path, exchange=self.ranks, **contents)
+            if self.is_first:
+                verify_checkpoint(path)
+                self._prune(learner)
+                remove_damaged(self.directory)
+
+        if self.ranks is None:
+            write()
+        else:
+            self._writing = Writing(snapshot.progress.step, write)
         return path
+
+    def finish_writing(self) -> None:
+        """Wait until a checkpoint that is being written is there; raise what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
 
     def _prune(self, learner: Learner) -> None:
         """Remove all checkpoints but the last few and the best one they know of."""
@@ -227,8 +296,33 @@ class Run:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the current step has a checkpoint."""
-        return self.progress.step in map(step_of, find_checkpoints(self.directory))
+        """Whether the current step has a checkpoint, or will have."""
+        if self._writing is not None and self._writing.step == self.progress.step:
+            return True
+        found = self.progress.step in map(step_of, find_checkpoints(self.directory))
+        return found if self.ranks is None else self.ranks.first_says(found)
+
+
+class Writing:
+    """A checkpoint that a thread writes."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        self.step, self._write = step, write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # raised where the loop waits for it
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait for it, and raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _best_step(path: Path) -> int | None:

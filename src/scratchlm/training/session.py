@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from scratchlm.training.tuning import (
     open_examples,
 )
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
+
+if TYPE_CHECKING:
+    from scratchlm.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,11 @@ def run_plan(
     matmul_rate: float | None = None,
     start: Callable[[], Start] | None = None,
     chat_template: bytes | None = None,
+    ranks: Ranks | None = None,
 ) -> Outcome:
     """Train `plan` in `directory`; with `resume`, from its newest checkpoint.
+
+    `ranks`: the processes that call this together, on one directory; the first one logs.
 
     `start` loads what a run with `plan.start` begins with; that becomes its checkpoint of step 0.
     Fine-tuning loads it in every session where the base does not learn.
@@ -83,9 +90,11 @@ def run_plan(
     `matmul_rate` (FLOP/s) gives MFU.
     """
     directory, device = Path(directory), torch.device(device)
+    is_first = ranks is None or ranks.is_first
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hold_run(directory))
-        if has_run(directory) and not resume:
+        if is_first:
+            stack.enter_context(hold_run(directory))
+        if has_run(directory) and not resume and is_first:
             raise ScratchLMError(
                 f"{directory} holds a run already: --resume goes on with it, "
                 "another --out begins a new one"
@@ -100,11 +109,15 @@ def run_plan(
         if plan.tuning is None:
             files = _open_token_files(plan, known, stack)
             prints = {name: fingerprint(file) for name, file in files.items()}
-            data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id)
-            model = build_model(plan.model, settings.seed, device, ops)
+            data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id, ranks)
+            # What is cut over ranks need not fit the device before it is.
+            where = torch.device("cpu") if ranks and settings.has_collectives else device
+            model = build_model(plan.model, settings.seed, where, ops)
             if first is not None:
                 model.load_state_dict(first.tensors)
-            learner = Learner(model, settings, warn=tell)
+            learner = Learner(model, settings, warn=tell, ranks=ranks)
+            if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
+                sample = run_tasks = None  # they need whole weights, in one type
         else:
             files = open_examples(plan, known)
             prints = {name: examples.fingerprint for name, examples in files.items()}
@@ -117,18 +130,26 @@ def run_plan(
                 prints,
                 tokenizer,
                 plan.changed,
+                ranks=ranks,
             )
         )
         run.chat_template, run.adapter = chat_template, adapter_record(plan, first)
         if plan.tuning is not None and plan.tuning.head is not None:
             run.head = plan.tuning.head.to_dict()
         run.restore(learner, warn)
-        write_plan(directory, replace(plan, train=settings))
+        if is_first:
+            write_plan(directory, replace(plan, train=settings))
+        else:
+            sample = run_tasks = None
         if first is not None and is_new:
             run.eos_token_ids = first.eos_token_ids
             run.save(learner)
         throughput = make_throughput(
-            plan.model, settings.tokens_per_step(plan.model), device, matmul_rate
+            plan.model,
+            settings.tokens_per_step(plan.model),
+            device,
+            matmul_rate,
+            1 if ranks is None else ranks.size,
         )
         if on_begin is not None:
             on_begin(learner, run, throughput)
@@ -224,25 +245,40 @@ def _make_batches(
     files: dict[str, TokenFile],
     device: torch.device,
     bytes_per_id: Tensor | None,
+    ranks: Ranks | None,
 ) -> Data:
+    among = {} if ranks is None else {"rank": ranks.data_rank, "world_size": ranks.data_size}
     pin, document_mask = device.type == "cuda", plan.train.document_mask
     context = plan.train.row_tokens(plan.model)
     validation: ValidationBatches | None = None
-    eval_batch_size = min(rows, plan.train.micro_batch_size or rows)
+    per_rank = -(-rows // (1 if ranks is None else ranks.data_size))
+    eval_batch_size = min(per_rank, plan.train.micro_batch_size or rows)
+    eval_batch_size *= 1 if ranks is None else ranks.data_size
     if plan.train.rows == "documents":
         if "val" in files:
             validation = DocumentValidationBatches(
-                files["val"], context, eval_batch_size, pin_memory=pin
+                files["val"], context, eval_batch_size, pin_memory=pin, **among
             )
         document_batches = DocumentBatches(
-            files["train"], context, rows, plan.train.seed, pin_memory=pin
+            files["train"], context, rows, plan.train.seed, pin_memory=pin, **among
         )
         return Data(document_batches, validation, bytes_per_id)
     if "val" in files:
         validation = ValidationBatches(
-            files["val"], context, eval_batch_size, document_ids=document_mask, pin_memory=pin
+            files["val"],
+            context,
+            eval_batch_size,
+            document_ids=document_mask,
+            pin_memory=pin,
+            **among,
         )
     batches = Batches(
-        files["train"], context, rows, plan.train.seed, document_ids=document_mask, pin_memory=pin
+        files["train"],
+        context,
+        rows,
+        plan.train.seed,
+        document_ids=document_mask,
+        pin_memory=pin,
+        **among,
     )
     return Data(batches, validation, bytes_per_id)

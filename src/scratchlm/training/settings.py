@@ -22,9 +22,11 @@ MOMENTS = ("fp32", "bf16")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
+PARALLEL = ("none", "zero1", "fsdp")
 # What may change between two sessions of a run.
 CHANGEABLE = {
-    *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks")
+    *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks"),
+    *("parallel", "tp", "rank_timeout"),
 }
 
 
@@ -69,6 +71,12 @@ class TrainConfig:
     shares: int = 1  # of a batch, computed side by side, a thread each; a CPU's matter
     cuda_graph: bool | None = None  # record forward and backward, replay them; None: on a GPU
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
+    # ranks: processes that train together, one a GPU
+    # zero1: all weights on each, every rank updates its part; fsdp: a part of everything on each.
+    # None: zero1 where there are several
+    parallel: str | None = None
+    tp: int = 1  # ranks that share each layer (tensor parallelism)
+    rank_timeout: int = 600  # seconds to wait for another rank before the job ends
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
     eval_batches: int = 0  # of the held-out data; 0: all of it
@@ -119,6 +127,8 @@ class TrainConfig:
     def resolved(self, device_type: str) -> TrainConfig:
         """Fill in what was left to us."""
         every = max(1, self.steps // 20) if self.eval_every is None else self.eval_every
+        # Where layers call collectives, compiling and recording have not been measured.
+        alone = device_type == "cuda" and not self.has_collectives
         fill: dict[str, Any] = {
             "micro_batch_size": self.batch_size,
             "min_lr": self.lr / 10,
@@ -126,8 +136,8 @@ class TrainConfig:
             "decay_steps": self.steps // 5,
             "precision": "bf16-mixed" if device_type == "cuda" else "fp32",
             "accelerate": acceleration.is_available(),
-            "compile": "block" if device_type == "cuda" else "off",
-            "cuda_graph": device_type == "cuda",
+            "compile": "block" if alone else "off",
+            "cuda_graph": alone,
             "eval_every": every,
         }
         gaps = {name: value for name, value in fill.items() if getattr(self, name) is None}
@@ -155,6 +165,11 @@ class TrainConfig:
         """Refuse what no run can have, as `from_dict` does; what is not given is taken to fit."""
         roomy = {"steps": 1 << 40, "batch_size": 1 << 24, "lr": 1e300}
         cls.from_dict({**roomy, **values} if isinstance(values, dict) else values)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether ranks talk to each other inside forward and backward."""
+        return self.parallel == "fsdp" or self.tp > 1
 
     @property
     def task_files(self) -> list[str]:
@@ -190,6 +205,8 @@ _WHOLE = {
     "shares": 1,
     "patience": 0,
     "row_length": 1,
+    "tp": 1,
+    "rank_timeout": 1,
 }
 _MOST = {
     "batch_size": 1 << 24,
@@ -214,6 +231,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "compile": COMPILE,
     "rows": ROWS,
+    "parallel": PARALLEL,
     "checkpointing": (*CHECKPOINTING, "selective"),  # which the account does not model yet
 }
 

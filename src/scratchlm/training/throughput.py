@@ -31,6 +31,7 @@ class Throughput:
     flops_per_token: float
     matmul_rate: float | None  # FLOP/s; None: not measured, no MFU
     device: torch.device
+    ranks: int = 1
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     def record(self, seconds: float, total_seconds: float) -> dict[str, Any]:
@@ -44,8 +45,10 @@ class Throughput:
             "tokens_per_second": round(rate, 1),
             "memory_bytes": memory_bytes(self.device),
         }
+        if self.ranks > 1:
+            clock["ranks"] = self.ranks
         if self.matmul_rate:
-            mfu = rate * self.flops_per_token / self.matmul_rate
+            mfu = rate * self.flops_per_token / (self.matmul_rate * self.ranks)
             clock |= {"mfu": round(mfu, 4), "mfu_convention": CONVENTION}
         return clock
 
@@ -55,10 +58,11 @@ def make_throughput(
     tokens_per_step: int,
     device: torch.device,
     matmul_rate: float | None = None,
+    ranks: int = 1,
 ) -> Throughput:
     """Make the throughput meter of a run; without a matmul rate there is no MFU."""
     flops = float(training_flops_per_token(model, model.context_length, CONVENTION))
-    return Throughput(tokens_per_step, flops, matmul_rate, device)
+    return Throughput(tokens_per_step, flops, matmul_rate, device, ranks)
 
 
 def measure_matmul_rate(device: torch.device, precision: str, seconds: float = 0.2) -> float:

@@ -1,0 +1,5 @@
+"""`python -m scratchlm`: the command line, as `torchrun -m scratchlm` starts it."""
+
+from scratchlm.cli import main
+
+main()

@@ -1,0 +1,83 @@
+"""Fully sharded data parallelism, by torch's FSDP2: for models whose states do not fit one device.
+
+Every parameter is cut along its first dimension, and a rank keeps its part of weights, gradients
+and moments. A block's weights are gathered when it is called, forward and backward, and its
+gradients are reduce-scattered when it is done. Inside a call they are plain tensors: layers and
+kernels see nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from scratchlm import acceleration
+from scratchlm.model import TransformerLM
+from scratchlm.parallel.ranks import Ranks
+
+# Methods of a model that use its weights, besides `forward`.
+ENTRIES = ("loss", "hidden", "head_loss")
+
+
+class FullyShard:
+    """A model cut over the ranks of the data dimension."""
+
+    def __init__(self, model: TransformerLM, ranks: Ranks, *, low: bool = False) -> None:
+        """Cut it; with `low`, blocks are gathered in bfloat16, and gradients added in float32."""
+        self.model, self.ranks = model, ranks
+        mesh = ranks.mesh["data"]
+        inner = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if low:
+            inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for layer in model.layers:
+            _shard(layer, mesh, inner)
+        _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False))
+        model.to(ranks.device)  # tables of positions; FSDP has moved the weights
+        for name in ENTRIES:
+            register_fsdp_forward_method(model, name)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # a sum: targets are weighed beforehand
+                module.set_force_sum_reduction_for_comms(True)
+        self.updated = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def send_when_ready(self) -> None:
+        """Do nothing: FSDP sends a block's gradients when the block is done."""
+
+    is_last_backward = False
+
+    def reduce_gradients(self) -> None:
+        """Do nothing: the gradients are sums already."""
+
+    def share_weights(self) -> None:
+        """Do nothing: weights are gathered when they are used."""
+
+    def after_evaluation(self) -> None:
+        """Give back what a forward without a backward pass has gathered."""
+        cast(Any, self.model).reshard()
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Cut a module's weights; it is of a subclass then, with the same forward."""
+    kind = type(module)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    acceleration.register_class(type(module), kind)
+
+
+def first_row(p: nn.Parameter) -> int:
+    """Return where this rank's part of a cut parameter begins."""
+    if not isinstance(p, DTensor):
+        return 0
+    # FSDP2 cuts as `chunk` does: all parts but the last ones are equally long
+    size, rank = p.device_mesh.size(), p.device_mesh.get_local_rank()
+    return min(rank * -(-p.shape[0] // size), p.shape[0])

@@ -1,0 +1,47 @@
+"""Start one process a GPU: what `torchrun` does, from our own command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from scratchlm.errors import ScratchLMError
+
+
+def launched_rank() -> int | None:
+    """Return which of the processes that `torchrun` has started this is; None if it is none."""
+    given = os.environ.get("RANK")
+    return int(given) if given is not None and "WORLD_SIZE" in os.environ else None
+
+
+def relaunch(gpus: int, words: list[str]) -> int:
+    """Run a command line of ours as `gpus` ranks on this machine; return the exit status."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    found = torch.cuda.device_count()
+    if gpus > found:
+        raise ScratchLMError(
+            f"--gpus {gpus}: this machine has {found}; ranks on a CPU are started by "
+            f"`torchrun --nproc-per-node {gpus} -m scratchlm … --device cpu`"
+        )
+    try:
+        main(["--standalone", f"--nproc-per-node={gpus}", "-m", "scratchlm", *words])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def without_gpus(words: list[str]) -> list[str]:
+    """Take `--gpus N` out of a command line."""
+    kept, skip = [], False
+    for word in words:
+        if skip or word.startswith("--gpus="):
+            skip = False
+            continue
+        skip = word == "--gpus"
+        kept += [] if skip else [word]
+    return kept

@@ -1,0 +1,190 @@
+"""The processes that train together: who they are, and how they agree.
+
+`torchrun` starts one process a GPU and says in the environment which one each is. Ranks are laid
+on a grid of (data, tensor): those of one row hold parts of the same weights, those of one column
+read different rows of a batch.
+
+Two ways to talk. Collectives of the step run on the GPU (NCCL) or the CPU (gloo). What the ranks
+agree on between steps (how many targets, whether to stop, whether to save) goes over gloo; what a
+checkpoint's writers tell each other goes through the store of `torchrun`, from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scratchlm.errors import ScratchLMError
+
+POLL_SECONDS = 0.02
+
+
+@dataclass
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh  # (data, tensor)
+    control: dist.ProcessGroup  # gloo, of all ranks
+    store: dist.Store
+    timeout: float  # seconds that a rank waits for another
+    _asked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it prints, writes logs and prunes."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows of a batch are this rank's."""
+        return self.mesh.get_local_rank("data")
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks share a batch."""
+        return self.mesh["data"].size()
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of each weight is this rank's."""
+        return self.mesh.get_local_rank("tensor")
+
+    @property
+    def tensor_size(self) -> int:
+        """How many ranks share the weights."""
+        return self.mesh["tensor"].size()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold what this one holds, for other rows."""
+        return self.mesh.get_group("data")
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other parts of these weights."""
+        return self.mesh.get_group("tensor")
+
+    # What ranks agree on between steps
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add numbers up over the ranks that read different rows, in float64."""
+        count = 1 if self.tensor_rank == 0 else 0  # those of one row read the same
+        given = torch.tensor([value * count for value in values], dtype=torch.float64)
+        with self.naming_the_missing():
+            dist.all_reduce(given, group=self.control)
+        return given.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on some rank."""
+        given = torch.tensor(float(flag))
+        with self.naming_the_missing():
+            dist.all_reduce(given, dist.ReduceOp.MAX, group=self.control)
+        return bool(given)
+
+    def first_says(self, flag: bool) -> bool:
+        """Whether it is so on the first rank: its clock and its files decide."""
+        return self.any(flag and self.is_first)
+
+    def from_first(self, value: Any) -> Any:
+        """Return what the first rank says, a JSON value, however long it takes to find out.
+
+        If that rank ends, the launcher ends the others.
+        """
+        if self.size == 1:
+            return value
+        number = self._asked["from-first"] = self._asked.get("from-first", 0) + 1
+        name = f"from-first/{number}"
+        if self.is_first:
+            self.store.set(name, json.dumps(value))
+        while not self.store.check([name]):
+            time.sleep(POLL_SECONDS)
+        return json.loads(self.store.get(name))
+
+    # What ranks tell each other, from any thread
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks, by rank; no collective of a step is involved."""
+        number = self._asked[key] = self._asked.get(key, 0) + 1
+        names = [f"{key}/{number}/{rank}" for rank in range(self.size)]
+        self.store.set(names[self.rank], json.dumps(value))
+        deadline = time.monotonic() + self.timeout
+        while not self.store.check(names):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, name in enumerate(names) if not self.store.check([name])]
+                raise ScratchLMError(
+                    f"rank {', '.join(map(str, missing))} did not answer within "
+                    f"{self.timeout:g} s ({key}); the job ends"
+                )
+            time.sleep(POLL_SECONDS)
+        return [json.loads(self.store.get(name)) for name in names]
+
+    # Faults
+
+    def beat(self, step: int) -> None:
+        """Note that this rank has reached a step, so that others can say who has not."""
+        self.store.set(f"step/{self.rank}", str(step))
+
+    @contextlib.contextmanager
+    def naming_the_missing(self) -> Iterator[None]:
+        """Turn a collective that failed into an error that names the ranks that are behind."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = " ".join(str(error).split())[:160]
+            raise ScratchLMError(f"{self._who_is_behind()}; the job ends ({why})") from None
+
+    def _who_is_behind(self) -> str:
+        steps = {}
+        with contextlib.suppress(RuntimeError):  # the store lives in the launcher
+            for rank in range(self.size):
+                known = self.store.check([f"step/{rank}"])
+                steps[rank] = int(self.store.get(f"step/{rank}")) if known else -1
+        late = [rank for rank, step in steps.items() if step < max(steps.values())]
+        if not late:
+            return f"a rank stopped answering within {self.timeout:g} s"
+        return f"rank {', '.join(map(str, late))} stopped answering after step {steps[late[0]]}"
+
+
+@contextlib.contextmanager
+def join_ranks(device_type: str, tensor_size: int = 1, timeout: float = 600.0) -> Iterator[Ranks]:
+    """Join the processes that `torchrun` has started, and leave them at the end."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size % tensor_size:
+        raise ScratchLMError(f"train.tp must divide the number of ranks, {size}; got {tensor_size}")
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ScratchLMError(f"rank {rank} has no GPU of its own: this machine has {count}")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=limit)
+    try:
+        grid = (size // tensor_size, tensor_size)
+        yield Ranks(
+            rank=rank,
+            size=size,
+            device=device,
+            mesh=init_device_mesh(device_type, grid, mesh_dim_names=("data", "tensor")),
+            control=dist.new_group(backend="gloo", timeout=limit),
+            store=dist.PrefixStore("scratchlm", dist.distributed_c10d._get_default_store()),
+            timeout=timeout,
+        )
+    finally:
+        dist.destroy_process_group()
