@@ -21,7 +21,7 @@ from scratchlm.errors import ScratchLMError
 
 MIB = 1 << 20
 # What the small files of a model or a run may take; real ones need a hundredth of it.
-MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = MIB, 16 * MIB
+MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = MIB, 64 * MIB
 MAX_SIDECAR_BYTES, MAX_TOKENIZER_BYTES = 64 * MIB, 256 * MIB
 
 # The maximum length of a file's name or value in an error message.

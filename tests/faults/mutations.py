@@ -16,6 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from torch import Tensor
+
+from checkpoint.ranks import cut_all, with_ranks
+from scratchlm import ModelConfig
 from scratchlm import checkpoint as ckpt
 from scratchlm.cli.account_models import find_model
 from scratchlm.cli.errors import is_for_the_user, one_line
@@ -25,6 +29,7 @@ from scratchlm.inference import load_model
 from scratchlm.interop import read_hf
 from scratchlm.tokenizer import load_tokenizer
 from scratchlm.training import read_metrics, read_plan
+from scratchlm.untrusted import read_json
 
 SECONDS, MEMORY = 20, 3 << 30  # for one read; for the process
 NUMBERS = [b"0", b"-1", b"1e308", b"NaN", b"2147483648", b"18446744073709551616", b"1" * 400]
@@ -77,6 +82,7 @@ def readers(here: Path) -> dict[str, tuple[Path, object]]:
         ),
         "checkpoint config.json": (step / "config.json", load_config),
         "checkpoint model.safetensors": (step / "model.safetensors", lambda p: load_model(step)),
+        "checkpoint pieces": (here / "pieces.json", lambda p: load_model(with_pieces(here, p))),
         "hf config.json": (here / "hf" / "config.json", lambda p: read_hf(here / "hf")),
         "hf model.safetensors": (
             here / "hf" / "model.safetensors",
@@ -103,12 +109,36 @@ def read_tokens(here: Path) -> None:
         tokens.validate()
 
 
+def with_pieces(here: Path, pieces: Path) -> Path:
+    """Return the sharded checkpoint with these pieces in its manifest, and a hash that is right."""
+    path = here / "sharded"
+    manifest = json.loads((path / ckpt.MANIFEST).read_text())
+    manifest.pop("sha256")
+    manifest["pieces"] = read_json(pieces, 1 << 20)
+    manifest["sha256"] = ckpt.manifest_digest(manifest)
+    (path / ckpt.MANIFEST).write_text(json.dumps(manifest))
+    return path
+
+
+def write_shards(here: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Write a checkpoint of two ranks, and its pieces in a file of their own."""
+
+    def write(exchange: ckpt.Exchange) -> Path:
+        pieces = cut_all(weights, exchange.rank, exchange.size)
+        return ckpt.write_sharded(
+            here / "sharded", exchange=exchange, model=pieces, training_state=None, config=config
+        )
+
+    (path, _) = with_ranks(2, write)
+    (here / "pieces.json").write_text(json.dumps(ckpt.read_manifest(path)["pieces"]))
+
+
 def make_world(here: Path) -> None:
     """Write one good file of each kind."""
     import pyarrow
     import pyarrow.parquet
 
-    from scratchlm import ModelConfig, TransformerLM
+    from scratchlm import TransformerLM
     from scratchlm.interop import write_gguf, write_hf
     from scratchlm.tokenizer import train_bpe
     from scratchlm.tokenizer.bpe import Tokenizer
@@ -125,6 +155,7 @@ def make_world(here: Path) -> None:
     ckpt.write_checkpoint(
         ckpt.checkpoint_path(here / "run", 1), model=weights, config=config, tokenizer_file=file
     )
+    write_shards(here, config, weights)
     write_hf(here / "hf", config, weights, file)
     write_gguf(here / "m.gguf", config, weights, load_tokenizer(file), eos_token_ids=[256])
     wide = config.replace(d_model=32)

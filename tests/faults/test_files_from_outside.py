@@ -164,7 +164,7 @@ def rewrite_manifest(path, change):
     """Write a manifest that is not what we write, with a hash that is right."""
     manifest = ckpt.read_manifest(path)
     change(manifest)
-    manifest["sha256"] = ckpt._manifest_digest(manifest)
+    manifest["sha256"] = ckpt.manifest_digest(manifest)
     (path / ckpt.MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -207,7 +207,7 @@ def rewrite(path, file, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 16384}, "describes 16384 layers; the file holds 12 tensors"),
+        ({"num_layers": 16384}, "describes 16384 layers; the files hold 12 tensors"),
         ({"d_model": 2**20, "num_heads": 2**14, "d_ff": 2**22}, "misshapen: token_embeddings"),
         ({"vocab_size": 2**24}, "misshapen: token_embeddings"),
     ],

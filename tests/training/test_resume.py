@@ -8,12 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from checkpoint.ranks import cut_all, with_ranks
 from scratchlm.checkpoint import (
+    TRAINING_STATE,
     checkpoint_path,
     find_checkpoints,
+    newest_valid,
+    read_config,
     read_manifest,
+    read_tensors,
     step_of,
     verify_checkpoint,
+    write_sharded,
 )
 from scratchlm.config import MoE
 from scratchlm.errors import ScratchLMError
@@ -73,6 +79,34 @@ def test_resume_is_bit_identical(tmp_path, data, name):
     for stop in (1, 9, 10, 24, 59):
         assert interrupted(tmp_path / "parts", data, stop, **choice)[0] == "interrupted"
     ended, parts = run_training(tmp_path / "parts", data, **choice)
+    assert ended == "finished"
+    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
+    assert_same_state(parts, whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_goes_on_alike_from_what_several_ranks_wrote(tmp_path, data, ranks):
+    whole = run_training(tmp_path / "whole", data)[1]
+    interrupted(tmp_path / "parts", data, 24)
+    path = newest_valid(tmp_path / "parts")
+    model, state = read_tensors(path), read_tensors(path, file=TRAINING_STATE)
+    config, metadata = read_config(path), read_manifest(path)["metadata"]
+    model, state = ({n: t.clone() for n, t in some.items()} for some in (model, state))
+    shutil.rmtree(path)
+
+    def write(exchange):
+        pieces, more = (cut_all(some, exchange.rank, ranks) for some in (model, state))
+        return write_sharded(
+            path,
+            exchange=exchange,
+            model=pieces,
+            training_state=more,
+            config=config,
+            metadata=metadata,
+        )
+
+    assert with_ranks(ranks, write) == [path] * ranks
+    ended, parts = run_training(tmp_path / "parts", data)
     assert ended == "finished"
     assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
     assert_same_state(parts, whole)

@@ -26,7 +26,7 @@ _NAME = "default"  # of the adapter in a run
 def base_fingerprint(source: Path) -> str:
     """Identify a base model: ours by the hash of its weights, others by config, names and sizes."""
     if checkpoint.is_checkpoint(source):
-        return str(checkpoint.read_manifest(source)["files"][checkpoint.MODEL]["sha256"])
+        return checkpoint.weights_fingerprint(source)
     digest = hashlib.sha256(read_bytes(inner_file(source, "config.json"), 1 << 20))
     for name in sorted(path.name for path in source.glob("*.safetensors")):
         with open_regular(inner_file(source, name)) as file:
@@ -55,7 +55,7 @@ def read_adapter(path: Path) -> Adapter:
     except (TypeError, ValueError) as error:
         raise ScratchLMError(f"{path}: {error}") from None
     tensors = {}
-    for name, tensor in checkpoint.iter_tensors(path / checkpoint.MODEL):
+    for name, tensor in checkpoint.iter_tensors(path):
         plain = name.removesuffix(f".{_NAME}")
         if plain == name or plain.rpartition(".")[2] not in _PARTS:
             raise ScratchLMError(f"{path}: {shown(name)} is no tensor of an adapter")

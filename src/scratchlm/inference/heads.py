@@ -106,7 +106,7 @@ def _load_ours(path: Path, dtype: torch.dtype | None, build: Callable[..., Any])
     if head is None:
         raise ScratchLMError(f"{path}: a language model, without a task head")
     config = checkpoint.read_config(path)
-    check_stored(config, path / checkpoint.MODEL, head=head)
+    check_stored(config, checkpoint.stored_tensors(path), path, head=head)
     tensors = checkpoint.read_tensors(path)
     model = build(config, head, dtype or next(iter(tensors.values())).dtype)
     with torch.no_grad():

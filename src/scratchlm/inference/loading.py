@@ -158,15 +158,15 @@ def _load_ours(path: Path, build: Build) -> Loaded:
     if record is not None:
         return _load_adapted(path, record, build)
     config = checkpoint.read_config(path)
-    file = path / checkpoint.MODEL
-    names = check_stored(config, file, alternatives)  # before anything is built
+    # before anything is built
+    names = check_stored(config, checkpoint.stored_tensors(path), path, alternatives)
     choices = stored_choices(config, names)
     if build.quantize is not None and any(choice.format for choice in choices):
         raise ScratchLMError(f"{path} is quantised already; quantize={build.quantize!r} is not")
-    stored = checkpoint.iter_tensors(file)
+    stored = checkpoint.iter_tensors(path)
     first = next(stored, None)
     if first is None:
-        raise ScratchLMError(f"{file}: holds no tensors")
+        raise ScratchLMError(f"{path}: holds no tensors")
     model = build.fill(config, first[1].dtype, choices, chain([first], stored))
     tokenizer, problem = _tokenizer_in(path)
     imported = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")

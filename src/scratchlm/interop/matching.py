@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 from scratchlm.config import ModelConfig, MoE
 from scratchlm.config.heads import TaskHead
@@ -16,7 +16,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.interop.heads import shapes_of
 from scratchlm.interop.keys import Family, Table
 from scratchlm.interop.links import Link, one_per_expert
-from scratchlm.interop.safetensors_file import MAX_HEADER_BYTES, WEIGHT_DTYPES, Stored, read_header
+from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
 from scratchlm.interop.shapes import Shape
 from scratchlm.untrusted import listed, shown
 
@@ -118,24 +118,36 @@ def _is_recomputed(name: str, family: Family) -> bool:
     return bool(family.recomputed) and _pattern(name)[0] in family.recomputed
 
 
+class HasShape(Protocol):
+    """What a file says of a tensor before it is read."""
+
+    @property
+    def dtype(self) -> str:
+        """The word safetensors has for it."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+
+
 Alternatives = Callable[[str, Shape], Iterable[tuple[str, Shape]]]
 
 
 def check_stored(
     config: ModelConfig,
-    file: Path,
+    stored: Mapping[str, HasShape],
+    where: object,
     alternatives: Alternatives | None = None,
     head: TaskHead | None = None,
 ) -> dict[str, str]:
-    """Refuse a file of weights whose tensors are not those of a config, under our names.
+    """Refuse weights of ours (`where`) whose tensors are not those of a config.
 
     `alternatives` yields names and shapes of bytes that may stand for a tensor. Return the name
     each tensor is stored under.
     """
-    stored = read_header(file, MAX_HEADER_BYTES)
     if config.num_layers > len(stored):
         raise ScratchLMError(
-            f"{file}: the config describes {config.num_layers} layers; the file holds "
+            f"{where}: the config describes {config.num_layers} layers; the files hold "
             f"{len(stored)} tensors in all, too few for them"
         )
     wanted: dict[str, Shape] = {}
@@ -150,15 +162,15 @@ def check_stored(
     missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     if missing or unexpected:
         problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
-        raise ScratchLMError(f"{file}: the tensors are not those of the config: {problem}")
-    _check_stored({n: s for n, s in wanted.items() if n not in of_bytes}, stored, file)
-    _check_stored(of_bytes, stored, file, ("U8",))
+        raise ScratchLMError(f"{where}: the tensors are not those of the config: {problem}")
+    _check_stored({n: s for n, s in wanted.items() if n not in of_bytes}, stored, where)
+    _check_stored(of_bytes, stored, where, ("U8",))
     return names
 
 
 def _check_stored(
     wanted: Mapping[str, Shape],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, HasShape],
     where: object,
     dtypes: Collection[str] = tuple(WEIGHT_DTYPES),
 ) -> None:

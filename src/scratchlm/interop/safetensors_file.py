@@ -42,7 +42,6 @@ WEIGHT_DTYPES = {
 }
 DTYPE_NAMES = {dtype: word for word, dtype in WEIGHT_DTYPES.items()}
 
-MAX_HEADER_BYTES = 64 * 2**20  # of a checkpoint of ours: a hundred thousand tensors and more
 _MAX_DIMS = 8
 _MAX_DIM = 2**40
 # How much of a file is in flight while it is converted, checked or transposed.

@@ -23,7 +23,7 @@ from scratchlm.accounting import (
     count_parameters,
     memory,
 )
-from scratchlm.checkpoint import MODEL, best_step, find_checkpoints, read_manifest, step_of
+from scratchlm.checkpoint import best_step, find_checkpoints, read_manifest, step_of, tensor_shapes
 from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
@@ -265,12 +265,8 @@ def _stored_parameters(run: Path) -> str:
     found = find_checkpoints(run)
     if not found:
         return "no checkpoint"
-    from safetensors import safe_open
-
-    read_manifest(found[-1])
-    with safe_open(found[-1] / MODEL, framework="pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-    return f"{sum(math.prod(shape) for shape in shapes):,}"
+    shapes = tensor_shapes(found[-1])
+    return f"{sum(math.prod(shape) for shape in shapes.values()):,}"
 
 
 def duration(seconds: float) -> str:

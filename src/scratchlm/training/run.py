@@ -2,7 +2,7 @@
 
 RUN/config.toml              everything the run was made from, resolved
 RUN/metrics.jsonl            see `metrics.py`
-RUN/checkpoints/step-…/      see `checkpoint.py`
+RUN/checkpoints/step-…/      see `checkpoint/`
 RUN/.lock                    locked while a trainer runs
 """
 
