@@ -82,18 +82,18 @@ class _Weaken(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output * ctx.factor, None
 
 
 def weaken_gradient(x: Tensor, factor: float) -> Tensor:
     """Return x; its gradient is multiplied by `factor`."""
-    return _Weaken.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]
+    return _Weaken.apply(x, factor)
 
 
 def join_last(x: Tensor, sizes: list[int], group: Any) -> Tensor:
     """Join along the last dimension, where ranks have parts of these sizes; going back, cut."""
-    return _JoinLast.apply(x, sizes, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _JoinLast.apply(x, sizes, group)
 
 
 class _JoinLast(Function):
@@ -107,8 +107,6 @@ class _JoinLast(Function):
         return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_output: Tensor
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         own = grad_output.split(ctx.sizes, dim=-1)[dist.get_rank(ctx.group)]
         return own.contiguous(), None, None

@@ -165,9 +165,9 @@ class Zero1:
                 counts[-1].append((rows.name, rows.start, len(units_of(cut))))
         longest = max(1, max(sum(n for *_, n in share) for share in counts))
         places: dict[str, list[tuple[int, int, int]]] = {}
-        for rank, share in enumerate(counts):
+        for rank, counted in enumerate(counts):
             at = rank * longest
-            for name, start, units in share:
+            for name, start, units in counted:
                 places.setdefault(name, []).append((start, at, units))
                 at += units
         order = [

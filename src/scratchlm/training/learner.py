@@ -123,7 +123,7 @@ class Learner:
             self.recorded = RecordedBackward(
                 self.backward,
                 list(self.parameters.values()),
-                accumulates=settings.micro_batch_size < self.rows,
+                accumulates=(settings.micro_batch_size or self.rows) < self.rows,
                 warn=warn,
             )
         elif self.layout is not None:
