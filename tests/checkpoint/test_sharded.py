@@ -191,6 +191,18 @@ def test_a_full_disk_at_any_file_stops_all_ranks_with_one_line_and_nothing_stays
     assert digest(read_tensors(checkpoint_path(tmp_path, 2))) == digest(weights)
 
 
+def test_a_bug_on_one_rank_shows_its_traceback_there_and_stops_the_others(tmp_path, weights):
+    broken = {"t": ["no piece"]}
+
+    def pieces(tensors, rank, size):
+        return broken if rank == 1 else cut_all(tensors, rank, size)
+
+    ended = write(tmp_path, weights, 3, pieces_of=pieces)
+    assert isinstance(ended.pop(1), AttributeError)
+    all_the_same(ended, "rank 1: AttributeError: 'str' object has no attribute 'tensor'")
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
 @pytest.mark.parametrize("stage", ["pieces", "shards", "manifest"])
 @pytest.mark.parametrize("who", [1, 2])
 def test_a_rank_that_vanishes_leaves_nothing_half_done(tmp_path, weights, stage, who):
@@ -270,6 +282,29 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused_on_all_ranks(tmp_pa
     ended = write(tmp_path, {}, 2, pieces_of=lambda _, rank, size: {"t": pieces(tensor, rank)})
     all_the_same(ended, message)
     assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_two_pieces_under_one_key_are_refused(tmp_path):
+    def pieces(_, rank, size):
+        half = Piece((4,), (2 * rank,), torch.ones(2))
+        return {"t": [half], "t[0]": [] if rank else [Piece.whole(torch.ones(1))]}
+
+    ended = write(tmp_path, {}, 2, pieces_of=pieces)
+    all_the_same(ended, "model-00001-of-00002.safetensors: 't[0]' stands for two pieces")
+
+
+def test_a_training_state_is_that_of_all_ranks_or_of_none(tmp_path, weights):
+    def work(exchange):
+        return write_sharded(
+            checkpoint_path(tmp_path, 2),
+            exchange=exchange,
+            model=cut_all(weights, exchange.rank, 2),
+            training_state=None if exchange.rank else cut_all(STATE, 0, 2),
+            config=CONFIG,
+        )
+
+    ended = with_ranks(2, work)
+    all_the_same(ended, "rank 1 and rank 0 must both have a training state")
 
 
 def test_one_rank_alone_must_hold_every_element_too(tmp_path):
