@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "tokenizer": {"durable", "errors", "untrusted"},
     "data": {"config", "tokenizer", "durable", "errors", "untrusted"},
     "checkpoint": {"config", "durable", "errors", "untrusted"},
-    "parallel": {"model", "accelerate", "acceleration", "errors"},
+    "parallel": {"config", "ops", "model", "accelerate", "acceleration", "errors"},
     "training": {
         *("model", "accelerate", "acceleration", "parallel", "data", "accounting", "checkpoint"),
         *("config", "ops", "durable", "errors", "untrusted", "threads", "cuda_graphs"),
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     },
     "inference": {
         *("model", "acceleration", "paged", "tokenizer", "checkpoint", "interop", "config"),
-        *("accounting", "errors", "untrusted", "threads", "quantization", "ops"),
+        *("accounting", "errors", "untrusted", "threads", "quantization", "ops", "parallel"),
     },
     "inspect": {"ops", "model", "quantization", "inference", "errors"},
     "evaluation": {"inference", "tokenizer", "errors", "untrusted"},

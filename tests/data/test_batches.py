@@ -121,7 +121,7 @@ def test_the_batch_is_the_same_as_in_earlier_versions(make_file):
     assert batch.targets.tolist() == [[i + 1 for i in row] for row in FROZEN_INPUTS]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 12])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 12])
 @pytest.mark.parametrize("step", [0, 5, 1000])
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(make_file, ranks, step):
     tokens = make_file(range(5000))
@@ -286,7 +286,7 @@ def test_an_iterator_never_started_leaves_no_thread(make_file):
     [
         ({"context_length": 0}, "context_length must be >= 1; got 0"),
         ({"batch_size": 0}, "batch_size must be >= 1; got 0"),
-        ({"batch_size": 3, "world_size": 2}, "batch_size=3, world_size=2"),
+        ({"batch_size": 3, "world_size": 4}, "batch_size=3, world_size=4"),
         ({"rank": 1}, "rank=1, world_size=1"),
         ({"seed": -1}, "seed must be in"),
         ({"document_ids": True}, "needs an end-of-text id"),

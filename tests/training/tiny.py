@@ -34,20 +34,22 @@ def write_data(directory, count=600, seed=0, vocab_size=12):
     return directory
 
 
-def make_learner(settings=SETTINGS, model=MODEL, device="cpu"):
-    return Learner(build_model(model, settings.seed, device), settings)
+def make_learner(settings=SETTINGS, model=MODEL, device="cpu", ranks=None):
+    return Learner(build_model(model, settings.seed, device), settings, ranks=ranks)
 
 
-def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, **more):
+def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, ranks=None, **more):
     """Start or resume the run in `directory`; return why it ended and the learner."""
-    learner = make_learner(settings, model)
+    learner = make_learner(settings, model, ranks=ranks)
+    among = (0, 1) if ranks is None else (ranks.data_rank, ranks.data_size)
     with (
         contextlib.ExitStack() as stack,
-        hold_run(directory),
+        hold_run(directory) if ranks is None or ranks.is_first else contextlib.nullcontext(),
         TokenFile(data / "train") as ids,
         TokenFile(data / "val") as val,
     ):
-        run = Run(directory, {"train": fingerprint(ids), "val": fingerprint(val)})
+        prints = {"train": fingerprint(ids), "val": fingerprint(val)}
+        run = Run(directory, prints, ranks=ranks)
         stack.enter_context(run)
         run.restore(learner, warn)
         context, rows = model.context_length, learner.settings.batch_size
@@ -59,9 +61,10 @@ def run_training(directory, data, settings=SETTINGS, model=MODEL, *, warn=None, 
                     context,
                     rows,
                     learner.settings.seed,
+                    *among,
                     document_ids=learner.settings.document_mask,
                 ),
-                ValidationBatches(val, context, rows),
+                ValidationBatches(val, context, rows, *among),
                 bytes_per_id=torch.ones(model.vocab_size, dtype=torch.int64),
             ),
             run,

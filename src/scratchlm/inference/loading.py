@@ -92,6 +92,7 @@ def load_model(
     adapter: str | os.PathLike[str] | None = None,
     warn: Callable[[str], None] | None = None,
     quantize: str | None = None,
+    tp: int = 1,
 ) -> Loaded:
     """Load a run's best checkpoint, a checkpoint, a Hugging Face directory, or a GGUF file.
 
@@ -99,8 +100,20 @@ def load_model(
     out), "last", or a step. `adapter`: of a run of ours or in PEFT's format, put into the weights.
     `dtype` None keeps the dtype the weights are stored in. `warn` hears of damaged checkpoints that
     were passed over. `accelerate=False` leaves the model plain. `quantize` stores its matrices in
-    few bits: a format of `scratchlm quantize`.
+    few bits: a format of `scratchlm quantize`. `tp`: every rank that `torchrun` has started gets a
+    part of each layer; all of them then make the same calls.
     """
+    if tp > 1:
+        whole = load_model(
+            path,
+            dtype=dtype,
+            ops=ops,
+            checkpoint=checkpoint,
+            adapter=adapter,
+            warn=warn,
+            accelerate=accelerate,
+        )
+        return _spread(whole, torch.device(device), tp, quantize)
     if quantize is not None:
         check_target(quantize)
     if torch.device(device).type == "cpu":
@@ -117,6 +130,19 @@ def load_model(
         merge_into(loaded.model.state_dict(), find_adapter(adapter, loaded.config), adapter)
     template = loaded.chat_template or _template_in(loaded.source, warn)
     return replace(loaded, accelerate=accelerate, chat_template=template)
+
+
+def _spread(whole: Loaded, device: torch.device, tp: int, quantize: str | None) -> Loaded:
+    """Keep this rank's part of each layer."""
+    from scratchlm.parallel.ranks import join_for_good
+    from scratchlm.parallel.tensor import TensorParallel
+
+    if quantize is not None or whole.is_quantized:
+        raise ScratchLMError(f"{whole.source}: quantised weights are not cut over ranks (tp={tp})")
+    ranks = join_for_good(device.type, tp)
+    TensorParallel(whole.model, ranks)
+    whole.model.requires_grad_(False).to(ranks.device)
+    return whole
 
 
 def _load(

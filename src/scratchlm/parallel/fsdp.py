@@ -8,6 +8,7 @@ kernels see nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -41,10 +42,10 @@ class FullyShard:
             inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for layer in model.layers:
             _shard(layer, mesh, inner)
+            _hide_context(layer)
         _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False))
         model.to(ranks.device)  # tables of positions; FSDP has moved the weights
-        for name in ENTRIES:
-            register_fsdp_forward_method(model, name)
+        _enter_once(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # a sum: targets are weighed beforehand
@@ -72,6 +73,55 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
     kind = type(module)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     acceleration.register_class(type(module), kind)
+
+
+def _enter_once(model: nn.Module) -> None:
+    """Let FSDP know of each entry into a model, and of none inside another.
+
+    FSDP copies the lists it finds among an entry's arguments; one that a model fills must not be.
+    """
+    is_inside = False
+
+    def guarded(own: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return own(*given, **options)
+            is_inside = True
+            try:
+                return entry(*given, **options)
+            finally:
+                is_inside = False
+
+        return call
+
+    for name in ENTRIES:
+        own = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, guarded(own, getattr(model, name)))
+
+
+class _Hidden:
+    """An argument that FSDP does not look into."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _hide_context(layer: nn.Module) -> None:
+    """Hand a layer the context itself: FSDP would hand it a copy, and routes noted there are lost.
+
+    Two hooks, one before FSDP's own and one after it.
+    """
+
+    def hide(module: nn.Module, given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return given, {name: _Hidden(value) for name, value in options.items()}
+
+    def show(module: nn.Module, given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return given, {name: hidden.value for name, hidden in options.items()}
+
+    layer.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
+    layer.register_forward_pre_hook(show, with_kwargs=True)
 
 
 def first_row(p: nn.Parameter) -> int:

@@ -11,13 +11,16 @@ checkpoint's writers tell each other goes through the store of `torchrun`, from 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from scratchlm.errors import ScratchLMError
 
 POLL_SECONDS = 0.02
+# What torch says when another rank is gone or late; it has no class of error for it.
+COLLECTIVE = r"gloo|nccl|timed out|connection (closed|reset)|broken pipe"
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Ranks:
     control: dist.ProcessGroup  # gloo, of all ranks
     store: dist.Store
     timeout: float  # seconds that a rank waits for another
+    has_failed: bool = False  # whether this rank is ending: its threads wait for nobody any more
     _asked: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -122,19 +128,19 @@ class Ranks:
         self.store.set(names[self.rank], json.dumps(value))
         deadline = time.monotonic() + self.timeout
         while not self.store.check(names):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.has_failed:
                 missing = [rank for rank, name in enumerate(names) if not self.store.check([name])]
                 raise ScratchLMError(
                     f"rank {', '.join(map(str, missing))} did not answer within "
-                    f"{self.timeout:g} s ({key}); the job ends"
+                    f"{self.timeout:g} s, or this one is ending ({key})"
                 )
             time.sleep(POLL_SECONDS)
         return [json.loads(self.store.get(name)) for name in names]
 
     # Faults
 
-    def beat(self, step: int) -> None:
-        """Note that this rank has reached a step, so that others can say who has not."""
+    def beat(self, step: float) -> None:
+        """Note how far this rank is, in steps, so that others can say who is behind."""
         self.store.set(f"step/{self.rank}", str(step))
 
     @contextlib.contextmanager
@@ -143,7 +149,9 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            why = " ".join(str(error).split())[:160]
+            if not re.search(COLLECTIVE, str(error), re.IGNORECASE):
+                raise
+            why = " ".join(str(error).split())[:120]
             raise ScratchLMError(f"{self._who_is_behind()}; the job ends ({why})") from None
 
     def _who_is_behind(self) -> str:
@@ -151,11 +159,28 @@ class Ranks:
         with contextlib.suppress(RuntimeError):  # the store lives in the launcher
             for rank in range(self.size):
                 known = self.store.check([f"step/{rank}"])
-                steps[rank] = int(self.store.get(f"step/{rank}")) if known else -1
+                steps[rank] = float(self.store.get(f"step/{rank}")) if known else 0.0
         late = [rank for rank, step in steps.items() if step < max(steps.values())]
         if not late:
-            return f"a rank stopped answering within {self.timeout:g} s"
-        return f"rank {', '.join(map(str, late))} stopped answering after step {steps[late[0]]}"
+            return f"another rank is gone, or did not answer within {self.timeout:g} s"
+        which = f"rank {', '.join(map(str, late))}"
+        return (
+            f"{which} stopped in step {int(steps[late[0]])}: gone, or silent for {self.timeout:g} s"
+        )
+
+
+@cache
+def join_for_good(device_type: str, tensor_size: int) -> Ranks:
+    """Join once, all ranks sharing one model, until this process ends."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != tensor_size:
+        raise ScratchLMError(
+            f"tp={tensor_size} needs as many ranks, started by "
+            f"`torchrun --nproc-per-node {tensor_size}`; there are {size}"
+        )
+    joined = join_ranks(device_type, tensor_size)
+    atexit.register(joined.__exit__, None, None, None)
+    return joined.__enter__()
 
 
 @contextlib.contextmanager
@@ -186,5 +211,8 @@ def join_ranks(device_type: str, tensor_size: int = 1, timeout: float = 600.0) -
             store=dist.PrefixStore("scratchlm", dist.distributed_c10d._get_default_store()),
             timeout=timeout,
         )
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device_type == "cpu":  # NCCL would wait for ranks that are gone
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -126,6 +126,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if hasattr(self, "metrics"):
             self.metrics.close()
+        if kind is not None and self.ranks is not None:
+            self.ranks.has_failed = True
         with contextlib.suppress(*([] if kind is None else [ScratchLMError])):
             self.finish_writing()
 

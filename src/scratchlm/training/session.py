@@ -153,16 +153,17 @@ def run_plan(
         )
         if on_begin is not None:
             on_begin(learner, run, throughput)
-        ended = train(
-            learner,
-            data,
-            run,
-            throughput=throughput,
-            watchers=watchers,
-            sample=sample,
-            run_tasks=run_tasks,
-            should_stop=should_stop,
-        )
+        with contextlib.nullcontext() if ranks is None else ranks.naming_the_missing():
+            ended = train(
+                learner,
+                data,
+                run,
+                throughput=throughput,
+                watchers=watchers,
+                sample=sample,
+                run_tasks=run_tasks,
+                should_stop=should_stop,
+            )
         return Outcome(ended, run.progress, learner)
 
 

@@ -40,6 +40,7 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
     learner.begin_step(step)
     own_loss = loss = backward(learner, batch)
     if learner.layout is not None:
+        learner.layout.ranks.beat(step + 0.5)
         learner.layout.reduce_gradients()
         loss = learner.layout.sum(own_loss)
     norm, factor = clip_gradients(learner)

@@ -1,0 +1,290 @@
+"""What one rank of a test does; `launching.py` starts it as several processes.
+
+The processes form worlds one after the other: the first N of them, with a port of its own each.
+What the first rank finds is written to OUT as JSON.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from scratchlm import config as c
+from scratchlm import generate
+from scratchlm.checkpoint import TRAINING_STATE, checkpoint_path, read_tensors, write_sharded
+from scratchlm.data import Batch
+from scratchlm.errors import ScratchLMError
+from scratchlm.parallel.ranks import join_ranks
+from scratchlm.parallel.tensor import TensorParallel
+from scratchlm.training import Learner, TrainConfig, Watcher, build_model, take_step
+from tiny_models import PLAIN
+from training.tiny import MODEL as TINY
+from training.tiny import log_of, run_training
+
+PROCESS = int(os.environ["PROCESS"])
+PORTS = iter(os.environ["PORTS"].split(","))
+
+# Sides that nothing divides, groups of heads, unequal numbers of targets in every row.
+MODEL = PLAIN.replace(vocab_size=101, d_model=24, num_kv_heads=2, d_ff=37)
+MODELS = {
+    "plain": MODEL,
+    "tied": MODEL.replace(tie_embeddings=True),
+    "qwen3": MODEL.replace(attention=c.Attention(qk_norm=True), tie_embeddings=True),
+    "gpt2": MODEL.replace(
+        norm=c.LayerNorm(),
+        ffn=c.MLP(bias=True),
+        positions=c.Learned(),
+        attention=c.Attention(bias="all"),
+    ),
+    "experts": MODEL.replace(ffn=c.MoE(4, 2, load_balance_weight=0.05)),
+    "post-norm": MODEL.replace(norm_placement="post"),
+}
+ROWS, SEQ = 12, 16
+
+
+@contextlib.contextmanager
+def world(size, tp=1, timeout=60):
+    """Join the first `size` processes; the others get None."""
+    port = next(PORTS)
+    if size <= PROCESS:
+        yield None
+        return
+    os.environ.update(RANK=str(PROCESS), WORLD_SIZE=str(size), MASTER_PORT=port)
+    with join_ranks("cpu", tp, timeout) as ranks:
+        yield ranks
+
+
+def batch_of(step, seq=SEQ):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 101, (ROWS, seq + 1), generator=generator)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, (5 * row + step) % seq + 1 :] = -100  # 1 to seq of them count
+    return Batch(inputs, targets)
+
+
+def curve(settings, model, ranks=None, steps=6, seq=SEQ):
+    """Train; return (loss, gradient norm) of each step, and the learner."""
+    learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
+    found = []
+    for step in range(1, steps + 1):
+        batch = batch_of(step, seq)
+        if ranks is not None:
+            low, high = (ROWS * (ranks.data_rank + n) // ranks.data_size for n in (0, 1))
+            batch = Batch(batch.inputs[low:high], batch.targets[low:high])
+        result = take_step(learner, batch, step, 3e-3)
+        found.append((result.loss, result.grad_norm))
+    return found, learner
+
+
+# ranks, tp, model, settings
+CASES = {
+    "zero1, 1": (1, 1, "plain", {}),
+    "zero1, 2": (2, 1, "plain", {}),
+    "zero1, 2, tied": (2, 1, "tied", {}),
+    "zero1, 2, muon": (2, 1, "plain", {"optimizer": "muon", "fast_optimizer": False}),
+    "zero1, 2, written out": (2, 1, "gpt2", {"fast_optimizer": False}),
+    "zero1, 2, experts": (2, 1, "experts", {}),
+    "zero1, 2, micro-batches": (2, 1, "plain", {"micro_batch_size": 3}),
+    "zero1, 2, checkpointing": (2, 1, "plain", {"checkpointing": "block"}),
+    "zero1, 2, moments": (2, 1, "plain", {"moment": "bf16"}),
+    "zero1, 3": (3, 1, "plain", {}),
+    "zero1, 4": (4, 1, "tied", {}),
+    "fsdp, 2": (2, 1, "plain", {"parallel": "fsdp"}),
+    "fsdp, 3, tied": (3, 1, "tied", {"parallel": "fsdp", "micro_batch_size": 2}),
+    "fsdp, 2, experts": (2, 1, "experts", {"parallel": "fsdp"}),
+    "fsdp, 4, checkpointing": (4, 1, "gpt2", {"parallel": "fsdp", "checkpointing": "block"}),
+    "tp 2": (2, 2, "plain", {}),
+    "tp 2, tied, norms of heads": (2, 2, "qwen3", {}),
+    "tp 2, biases, learned positions": (2, 2, "gpt2", {}),
+    "tp 2, experts": (2, 2, "experts", {}),
+    "tp 2, post-norm": (2, 2, "post-norm", {}),
+    "tp 2, recomputed": (2, 2, "plain", {"checkpointing": "block"}),
+    "tp 2, z-loss": (2, 2, "plain", {"z_loss": 1e-3}),
+    "tp 2, odd sequences": (2, 2, "plain", {"seq": 15}),
+    "zero1 × tp 2": (4, 2, "qwen3", {}),
+    "fsdp × tp 2": (4, 2, "plain", {"parallel": "fsdp"}),
+    "fsdp × tp 2, experts": (4, 2, "experts", {"parallel": "fsdp"}),
+}
+
+
+def curves(out, steps=6, sizes=None):
+    found = {}
+    for name, (size, tp, model, more) in CASES.items():
+        if sizes is not None and size not in sizes:
+            continue
+        more = dict(more)
+        seq = more.pop("seq", SEQ)
+        settings = TrainConfig(steps=steps, batch_size=ROWS, warmup_steps=0, **more)
+        with world(size, tp) as ranks:
+            if ranks is None:
+                continue
+            together, _ = curve(replace(settings, tp=tp), MODELS[model], ranks, steps, seq)
+            if ranks.is_first:
+                # One process takes the same rows at a time, so that experts see the same.
+                rows = more.get("micro_batch_size", ROWS // ranks.data_size)
+                alone = replace(settings, parallel=None, micro_batch_size=rows)
+                found[name] = [curve(alone, MODELS[model], None, steps, seq)[0], together]
+    write(out, found)
+
+
+def precision(out):
+    """Weights that products read are bfloat16 on both ranks, float32 where they are updated."""
+    settings = TrainConfig(steps=6, batch_size=ROWS, warmup_steps=0, precision="bf16-mixed")
+    found = {}
+    for kind in ("zero1", "fsdp"):
+        with world(2) as ranks:
+            together, learner = curve(replace(settings, parallel=kind), MODEL, ranks)
+            if ranks.is_first:
+                alone, _ = curve(replace(settings, micro_batch_size=ROWS // 2), MODEL)
+                dtypes = {n: str(p.dtype) for n, p in learner.model.named_parameters()}
+                updated = {str(p.dtype) for p in learner.layout.updated.values()}
+                found[kind] = [alone, together, dtypes, sorted(updated)]
+    write(out, found)
+
+
+SAVED = TrainConfig(steps=8, batch_size=ROWS, eval_every=4, save_every=4, lr=3e-3, keep_last=9)
+
+
+def resumes(out, sizes=((1, 2, 4), (1, 2, 3, 4)), kinds=({}, {"parallel": "fsdp"})):
+    """Save with N ranks at step 4, go on with M: state by hash, and the log."""
+    data, found = out.parent / "data", {}
+    for kind in kinds:
+        label = kind.get("parallel", "zero1")
+        for n in sizes[0]:
+            begun = out.parent / f"{label}-{n}"
+            with world(n) as ranks:
+                if ranks is not None:
+                    stop = StopAt(4)
+                    run_training(
+                        *(begun, data, replace(SAVED, **kind)),
+                        ranks=ranks,
+                        watchers=(stop,),
+                        should_stop=lambda stop=stop: stop.asked,
+                    )
+            for m in sizes[1]:
+                with world(m) as ranks:
+                    if ranks is None:
+                        continue
+                    copy = out.parent / f"{label}-{n}-{m}"
+                    if ranks.is_first:
+                        shutil.copytree(begun, copy)
+                    ranks.from_first(None)
+                    again = resave(copy, ranks, replace(SAVED, **kind))
+                    run_training(copy, data, replace(SAVED, **kind), ranks=ranks)
+                    if ranks.is_first:
+                        before = hashes(checkpoint_path(begun, 4))
+                        found[f"{label} {n} → {m}"] = [before, again, log_of(copy)]
+    write(out, found)
+
+
+class StopAt(Watcher):
+    """Ask for a stop after a step, as Ctrl-C does."""
+
+    def __init__(self, step):
+        self.step, self.asked = step, False
+
+    def stepped(self, record):
+        self.asked |= record["step"] == self.step
+
+
+def resave(directory, ranks, settings):
+    """Read a checkpoint onto these ranks, write it again, return its hashes."""
+    learner = Learner(build_model(TINY, 0, "cpu"), settings, ranks=ranks)
+    learner.load_pieces(checkpoint_path(directory, 4))
+    path = directory / "again" / "step-00000004"
+    write_sharded(
+        path,
+        exchange=ranks,
+        model=learner.model_pieces(),
+        training_state=learner.training_state_pieces(),
+        config=TINY,
+    )
+    return hashes(path) if ranks.is_first else None
+
+
+def hashes(path):
+    tables = {**read_tensors(path), **read_tensors(path, file=TRAINING_STATE)}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in sorted(tables.items())
+    }
+
+
+def faults(out):
+    """A loss that is not a number on one rank is named; so is a model that ranks cannot share."""
+    found = {}
+    with world(2) as ranks:
+        settings = TrainConfig(steps=6, batch_size=ROWS, warmup_steps=0)
+        learner = Learner(build_model(MODEL, 0, "cpu"), settings, ranks=ranks)
+        if ranks.rank == 1:  # a broken GPU, say
+            learner.model.layers[0].register_forward_hook(lambda m, i, y: y * math.nan)
+        try:
+            take_step(learner, batch_of(1), 1, 1e-3)
+        except ScratchLMError as error:
+            found["not finite"] = str(error)
+        said = ranks.gather("said", found)
+        assert said[0] == said[1], said
+    with world(2, tp=2) as ranks:
+        for name, model in {"heads": MODEL.replace(num_kv_heads=1), "width": MODEL}.items():
+            try:
+                TensorParallel(build_model(model, 0, "cpu"), ranks)
+            except ScratchLMError as error:
+                found[name] = str(error)
+        for name, more in {
+            "ema": {"ema": 0.9},
+            "muon": {"optimizer": "muon"},
+        }.items():
+            chosen = TrainConfig(**{"batch_size": ROWS, "tp": 2, **more})
+            try:
+                Learner(build_model(MODEL, 0, "cpu"), chosen, ranks=ranks)
+            except ScratchLMError as error:
+                found[name] = str(error)
+    write(out, found)
+
+
+def generation(out):
+    """All ranks make the same calls, and get what one process gets."""
+    found = {}
+    for name in ("plain", "gpt2", "experts"):
+        alone = build_model(MODELS[name], 0, "cpu").eval().requires_grad_(False)
+        prompts = [[1, 2, 3], [5, 6, 7, 8, 9]]
+        expected = [each.token_ids for each in generate(alone, prompts, max_new_tokens=9, seed=1)]
+        with world(2, tp=2) as ranks:
+            model = build_model(MODELS[name], 0, "cpu").eval().requires_grad_(False)
+            TensorParallel(model, ranks)
+            answers = [
+                each.token_ids for each in generate(model, prompts, max_new_tokens=9, seed=1)
+            ]
+            found[name] = [expected, *ranks.gather("answers", answers)]
+    write(out, found)
+
+
+def write(out, found):
+    if PROCESS == 0:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work, out = sys.argv[1], Path(sys.argv[2])
+    match work:
+        case "curves":
+            curves(out / "found.json")
+        case "long-curves":
+            curves(out / "found.json", steps=50)
+        case "small":
+            precision(out / "precision.json")
+            faults(out / "faults.json")
+            generation(out / "generation.json")
+        case "resumes":
+            resumes(out / "found.json")
+        case "few-resumes":
+            resumes(out / "found.json", ((2,), (1, 3)), ({},))
