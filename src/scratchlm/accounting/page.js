@@ -336,7 +336,7 @@ function drawPlans({ plans, env }, choices) {
       "Communication: its share of a step in which nothing overlaps. Tokens/s: of one GPU where nothing overlaps " +
       "and where all that can does; of all GPUs, the latter."),
     el("div", { class: "scroll" }, el("table", { class: "plans" }, heads("GPUs", "plan", "memory", "",
-      "sent a step", "communication", "tokens/s a GPU", "overlapped", "tokens/s"), el("tbody", {}, ...rows))));
+      "sent a step", "communication", "tokens/s a GPU", "overlapped", "of all GPUs"), el("tbody", {}, ...rows))));
 }
 
 function drawRun({ run, env, peak }, choices) {

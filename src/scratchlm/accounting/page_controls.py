@@ -328,7 +328,7 @@ def _machines(
         ),
         Control(
             "tp",
-            "layers cut across",
+            "tensor parallel",
             "size",
             setup.tp or 1,
             "G_t",

@@ -79,7 +79,7 @@ def account(
         str, typer.Option(help="zero1, fsdp, tp or ddp; none on several GPUs means zero1.")
     ] = "none",
     tp: Annotated[
-        int | None, typer.Option(help="GPUs each layer is cut across, with zero1 or fsdp.")
+        int | None, typer.Option(help="Tensor-parallel ranks: GPUs that share a layer and a batch.")
     ] = None,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches in an update.")] = 1,
     link: Annotated[
