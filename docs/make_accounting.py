@@ -15,9 +15,13 @@ from scratchlm.accounting import (
     Setup,
     Summary,
     account,
+    plans,
     summarize,
     sweep,
 )
+from scratchlm.accounting.collectives import NOT_COUNTED
+from scratchlm.accounting.machines import NETWORK, NODE
+from scratchlm.accounting.money import DEFAULT_MFU
 from scratchlm.accounting.verify import CANNOT_SEE
 from scratchlm.cli.account_output import plot_account, plot_summaries
 from scratchlm.cli.account_tables import human
@@ -30,7 +34,7 @@ CONTEXTS = [1_024 * 2**n for n in range(8)]
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Lay rows out as a Markdown table, numbers to the right."""
-    words = ("item", "formula", "with numbers", "model", "convention", "GPU")
+    words = ("item", "formula", "with numbers", "model", "convention", "GPU", "plan", "fits")
     rule = ["---" if name in words else "---:" for name in header]
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
 
@@ -79,6 +83,7 @@ def page() -> str:
         "symbols": "\n".join(f"- `{name}` {words}" for name, words in SYMBOLS.items()),
         "unseen": "\n".join(f"- **{what}**: {why}." for what, why in CANNOT_SEE.items()),
         "machines": machines(),
+        **several_gpus(),
     }
     return (HERE / "accounting.md.in").read_text(encoding="utf-8").format(**parts)
 
@@ -98,8 +103,34 @@ def machines() -> str:
     for m in MACHINES.values():
         rates = [f"{rate / 1e12:,.4g}" for rate in (m.peak("bf16"), m.fp32)]
         sizes = [human(m.memory, "bytes"), f"{m.bandwidth / 1e9:,.0f} GB/s"]
-        rows.append([m.name, *sizes, *rates, f"{m.price:.2f}"])
-    return table(["GPU", "memory", "bandwidth", "bf16 (or fp16)", "fp32", "$/h"], rows)
+        link = "" if m.link is None else f"{m.link / 1e9:,.0f} GB/s"
+        rows.append([m.name, *sizes, link, *rates, f"{m.price:.2f}"])
+    return table(["GPU", "memory", "bandwidth", "link", "bf16 (or fp16)", "fp32", "$/h"], rows)
+
+
+def several_gpus() -> dict[str, str]:
+    """Return the formulas of a projected step, and plans side by side."""
+    config, gpu = preset("llama3-8b"), MACHINES["h100-sxm"]
+    found = plans(config, Setup("training"), gpu, DEFAULT_MFU, counts=(8, 64, 1_024))
+    rows = []
+    for plan in found:
+        made, gpus = plan.projection, plan.setup.gpus
+        sizes = [human(plan.memory, "bytes"), "yes" if plan.fits else "no"]
+        sizes += [human(made.sent.value, "bytes"), f"{made.share:.0%}"]
+        rates = [f"{item.value / gpus:,.0f}" for item in (made.tokens, made.tokens_overlapped)]
+        rows.append([plan.name, f"{gpus:,}", *sizes, *rates])
+    header = ["plan", "GPUs", "memory", "fits", "sent a step", "communication"]
+    header += ["tokens/s a GPU, nothing overlaps", "all that can"]
+    step = found[0].projection
+    return {
+        "plans": table(header, rows),
+        "arithmetic": step.step.children[0].symbols,
+        "apart": "t_c + t_d + t_t",
+        "overlapped": step.overlapped.symbols,
+        "not_counted": "\n".join(f"- **{what}**: {why}." for what, why in NOT_COUNTED.items()),
+        "node": f"{NODE}",
+        "network": f"{NETWORK / 1e9:.0f}",
+    }
 
 
 def worked(xl: Account) -> dict[str, str]:

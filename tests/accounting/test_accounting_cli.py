@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from scratchlm.accounting import MACHINES, Setup, plans
 from scratchlm.cli import app
 from scratchlm.cli.account_models import find_model, parse_bytes, parse_count
 from scratchlm.cli.account_tables import human, seconds_text
@@ -59,6 +60,8 @@ def test_the_worked_example_is_in_the_tables():
         ["--compare", "gpt2", "llama3-8b", "qwen3-30b-a3b"],
         ["gpt2-xl", "--fits", "24GiB"],
         ["gpt2", "--phase", "generation", "--convention", "causal"],
+        ["llama3-8b", "--gpus", "64", "--parallel", "fsdp", "--tp", "4", "--phase", "training"],
+        ["qwen3-30b-a3b", "--plans", "--gpu", "h200", "--batch", "4"],
     ],
     ids=lambda a: a[0] if isinstance(a, list) else a,
 )
@@ -81,6 +84,35 @@ def test_json_holds_every_item_with_its_formula():
     assert layers["children"][1]["symbols"] == "4·B·S²·H·d_h"
     assert table["roofline"]["machine"] == "h200"
     assert table["training_run"]["mfu"]["peak"].startswith("h200 bf16")
+
+
+def test_several_gpus_are_zero1_unless_said_and_the_output_says_so():
+    text = run("gpt2", "--gpus", "8", "--phase", "training")
+    assert "zero1 on 8 × h100-sxm" in text
+    assert "zero1 is what several GPUs do unless --parallel says otherwise" in text
+    assert "a projection, not a measurement" in text
+    asked = run("gpt2", "--gpus", "8", "--phase", "training", "--parallel", "ddp")
+    assert "ddp on 8" in asked
+    assert "unless --parallel" not in asked
+
+
+def test_json_holds_every_collective_with_its_formula():
+    command = ["llama3-8b", "--gpus", "16", "--parallel", "fsdp", "--tp", "4", "--json"]
+    table = json.loads(run(*command, "--link", "100"))["projection"]
+    assert table["is_measured"] is False
+    blocks = next(c for c in table["collectives"] if c["name"] == "blocks, forward")
+    assert (blocks["kind"], blocks["count"], blocks["ranks"]) == ("all-gather", 32, 4)
+    assert blocks["formula"] == "m·L·b_a·N_layer"
+    assert table["data_rate"] == table["tensor_rate"] == 100e9
+    assert "projection" not in json.loads(run("gpt2", "--json"))
+
+
+def test_plans_as_csv_are_those_of_python():
+    rows = list(csv.DictReader(io.StringIO(run("gpt2", "--plans", "--csv", "--mfu", "0.5"))))
+    expected = plans(preset("gpt2"), Setup(), MACHINES["h100-sxm"], 0.5)
+    assert [row["plan"] for row in rows] == [plan.name for plan in expected]
+    assert [int(row["memory_bytes"]) for row in rows] == [plan.memory for plan in expected]
+    assert {row["gpus"] for row in rows} == {str(8 * 2**n) for n in range(8)}
 
 
 def test_csv_rows_sum_up():
@@ -185,6 +217,13 @@ def test_a_malformed_config_names_its_key(content, says, tmp_path):
         (["gpt2", "--plot", "x.tiff3"], "a plot must end"),
         (["gpt2", "--json", "--csv"], "exclude each other"),
         (["gpt2", "--checkpointing", "x"], "checkpointing must be one of"),
+        (["gpt2", "--gpus", "8", "--parallel", "zero3"], "parallel must be one of"),
+        (["gpt2", "--gpus", "8", "--tp", "3"], "gpus must be divisible by tp; got gpus=8, tp=3"),
+        (["gpt2", "--gpus", "8", "--tp", "8"], "num_heads divisible by tp; got num_heads=12, tp=8"),
+        (["gpt2", "--gpus", "8", "--tp", "4", "--parallel", "tp"], "with fewer, say zero1 or fsdp"),
+        (["gpt2", "--gpus", "8", "--link", "-1"], "link must be greater than 0; got -1 GB/s"),
+        (["gpt2", "--gpus", "8", "--micro-batches", "0"], "micro_batches must lie between"),
+        (["gpt2", "--plans", "--gpus", "8"], "--plans shows 8 to 1,024 GPUs"),
     ],
 )
 def test_bad_input_is_one_line(arguments, says):

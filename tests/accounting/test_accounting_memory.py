@@ -137,7 +137,7 @@ def test_tp_divides_matrices_and_repeats_norms():
 
 
 def test_tp_refuses_heads_it_cannot_divide():
-    with pytest.raises(ValueError, match="num_heads divisible by gpus; got num_heads=25, gpus=2"):
+    with pytest.raises(ValueError, match="num_heads divisible by tp; got num_heads=25, tp=2"):
         memory(XL, training(parallel="tp", gpus=2))
 
 

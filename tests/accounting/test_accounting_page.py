@@ -23,6 +23,7 @@ from scratchlm.accounting import (
     Execution,
     Setup,
     account,
+    plans,
 )
 from scratchlm.accounting.expr import number_text
 from scratchlm.accounting.page import account_page
@@ -79,8 +80,12 @@ return {
   conventions: named("[data-convention]", "convention"),
   moments: named("[data-moment]", "moment"),
   cards: Object.fromEntries(all(".card").map((card) => [card.id, card.dataset.value])),
-  tables: Object.fromEntries(["parameters", "flops", "memory", "serving"].map((name) =>
+  tables: Object.fromEntries(["parameters", "flops", "memory", "serving", "sent"].map((name) =>
     [name, rows(`${name}-table`)])),
+  projected: JSON.parse(document.getElementById("several").dataset.values ?? "null"),
+  several: !document.getElementById("several").hidden,
+  plans: all("[data-plan]").map((row) => [row.dataset.plan,
+    row.querySelector(".good, .bad").textContent, ...JSON.parse(row.dataset.values)]),
   time: all("#time-table tr[data-path]").map((row) => [row.dataset.path, row.dataset.value,
     row.dataset.bound, row.nextSibling.firstChild.firstChild.data,
     row.nextSibling.firstChild.lastChild.data]),
@@ -173,6 +178,29 @@ def assert_same_account(shown, result, convention):
     assert same(shown["run"]["seconds"], float(run.seconds.value))
     assert same(shown["run"]["dollars"], run.dollars)
     assert f"{run.mfu.value:.2f} ({run.mfu.convention} FLOPs of {run.mfu.peak})" in shown["shown"]
+    assert_same_projection(shown, result)
+
+
+def assert_same_projection(shown, result):
+    found = result.projection
+    assert shown["several"] == (found is not None)
+    if found is not None:
+        assert_same_tree(shown["tables"]["sent"], found.sent, lambda v: human(v, "bytes"))
+        steps = (found.step, found.overlapped, found.tokens, found.tokens_overlapped)
+        for seconds, item in zip(shown["projected"], steps, strict=True):
+            assert same(seconds, float(item.value))
+            assert item is found.step or f"{item.symbols} = {item.numbers}" in shown["shown"]
+
+
+def assert_same_plans(shown, expected):
+    assert len(shown) == len(expected)
+    for (name, fits, memory, *figures), plan in zip(shown, expected, strict=True):
+        made = plan.projection
+        assert name == f"{plan.setup.gpus} {plan.name}"
+        assert (fits, memory) == ("fits" if plan.fits else "too large", str(plan.memory)), name
+        values = (made.sent.value, made.share, made.tokens.value, made.tokens_overlapped.value)
+        for figure, value in zip(figures, values, strict=True):
+            assert same(figure, float(value)), name
 
 
 def drawn(name, rng):
@@ -201,14 +229,16 @@ def drawn(name, rng):
         ffn = c.SwiGLU() if isinstance(ffn, c.MoE) else ffn
         page["ffn"] = "dense"
     config = replace(config, ffn=ffn, **fields)
-    work, setup = drawn_setup(rng)
+    work, setup = drawn_setup(rng, config)
     gpu, convention = rng.choice(sorted(MACHINES)), rng.choice(CONVENTIONS)
     mfu = rng.choice([0.25, 0.4, 0.55])
     page |= {**work, "gpu": gpu, "convention": convention, "mfu": mfu}
-    return page, account(config, setup, machine=gpu, convention=convention, mfu=mfu), convention
+    link = None if page["link"] is None else page["link"] * 1e9
+    means = {"machine": gpu, "convention": convention, "mfu": mfu, "link": link}
+    return page, account(config, setup, **means), convention
 
 
-def drawn_setup(rng):
+def drawn_setup(rng, config):
     context = rng.choice([16, 1_000, 4_096, 131_072])
     page = {
         "phase": rng.choice(PHASES),
@@ -222,9 +252,14 @@ def drawn_setup(rng):
         "loss": rng.choice(["fused", "unfused"]),
         "accumulate": rng.random() < 0.5,
         "parallel": rng.choice(PARALLEL),
+        "micro_batches": rng.choice([1, 1, 3]),
     }
     # tensor parallelism must divide every size drawn above
-    page["gpus"] = {"none": 1, "tp": 1}.get(page["parallel"], rng.choice([2, 3, 64]))
+    tp = rng.choice([1, config.num_kv_heads])
+    if page["parallel"] == "none" or getattr(config.ffn, "num_experts", 0) % tp:
+        tp = 1
+    page["gpus"] = {"none": 1, "tp": tp}.get(page["parallel"], tp * rng.choice([2, 3, 64]))
+    page["tp"] = tp if page["parallel"] != "tp" else 1
     execution = Execution(page["attention"], page["loss"], page["checkpointing"])
     words = {"dtype": "precision"}
     fields = {
@@ -232,7 +267,9 @@ def drawn_setup(rng):
         for key, value in page.items()
         if key not in ("attention", "loss", "checkpointing")
     }
-    return page, Setup(**fields, execution=execution)
+    if page["parallel"] == "tp":
+        fields["tp"] = None
+    return {**page, "link": rng.choice([None, 12.5])}, Setup(**fields, execution=execution)
 
 
 class TestInTheBrowser:
@@ -261,6 +298,30 @@ class TestInTheBrowser:
         result = account(config, phase="training", gpus=4, parallel="tp", machine="h100-sxm")
         assert_same_account(browser.run(READ), result, "full")
 
+    @pytest.mark.parametrize(
+        ("name", "work", "cuts"),
+        [
+            ("gqa", {"batch": 2, "phase": "training", "micro_batches": 4}, {1, 8}),
+            ("moe", {"checkpointing": "block", "context": 4_097, "gpu": "a100-40"}, {1, 4}),
+            ("dense", {"link": 25.0, "tp": 5, "gpus": 5, "mfu": 0.7}, {1}),
+            ("post", {"dtype": "fp32"}, {1, 8}),
+        ],
+    )
+    def test_plans_are_those_of_python(self, browser, pages, name, work, cuts):
+        browser.open(pages(name))
+        browser.run(SET, work)
+        shown = browser.run(READ)
+        means = {"gpu": "h100-sxm", "mfu": 0.4, "link": None}
+        means |= {key: work[key] for key in means if key in work}
+        fields = {key: value for key, value in work.items() if key not in means}
+        execution = Execution(checkpointing=fields.pop("checkpointing", "none"))
+        precision = fields.pop("dtype", "bf16-mixed")
+        setup = Setup(**fields, precision=precision, execution=execution)
+        link = None if means["link"] is None else means["link"] * 1e9
+        expected = plans(MODELS[name], setup, MACHINES[means["gpu"]], means["mfu"], link)
+        assert_same_plans(shown["plans"], expected)
+        assert {plan.setup.tp for plan in expected} == cuts
+
     def test_counts_beyond_what_floats_hold_are_exact(self, browser, pages):
         browser.open(pages("dense"))
         sizes = {"num_layers": 12_345, "d_model": 1_000_001, "d_head": 128, "d_ff": 3_999_999}
@@ -277,6 +338,7 @@ class TestInTheBrowser:
         ("name", "fields"),
         [
             ("dense", {"batch": 8, "phase": "training", "checkpointing": "block", "gpus": 8}),
+            ("gqa", {"gpus": 64, "parallel": "fsdp", "tp": 4, "micro_batches": 2, "link": 20}),
             ("dense", {"num_layers": 40, "d_model": 1_664, "num_heads": 26, "gpu": "h200"}),
             ("moe", {"num_experts": 60, "tie_embeddings": True, "accumulate": True, "mfu": 0.3}),
             ("window", {"ffn": "moe", "phase": "decode", "cache": 300, "price": 2.5}),
@@ -303,6 +365,9 @@ class TestInTheBrowser:
         assert shown["moments"] == {k: str(v) for k, v in printed["memory"]["moments"].items()}
         assert same(shown["cards"]["card-memory"], printed["memory"]["training"]["value"])
         assert same(shown["seconds"], printed["roofline"]["seconds"])
+        if shown["several"]:
+            step = printed["projection"]["step"]["value"]
+            assert same(shown["projected"][0], float(step))
 
     def test_a_slider_moves_its_number_and_the_results(self, browser, pages):
         browser.open(pages("dense"))
@@ -372,6 +437,9 @@ class TestInTheBrowser:
             ("moe", {"experts_per_token": 129}),
             ("moe", {"gpus": 3, "parallel": "tp"}),
             ("moe", {"gpus": 8, "parallel": "tp"}),
+            ("moe", {"gpus": 64, "parallel": "fsdp", "tp": 4, "num_experts": 66}),
+            ("gqa", {"gpus": 12, "parallel": "zero1", "tp": 8}),
+            ("gqa", {"gpus": 8, "link": 0}),
             ("post", {"d_model": 255, "d_head": 32}),
             ("dense", {"mfu": 1.5}),
             ("dense", {"price": -1}),
@@ -390,10 +458,10 @@ class TestInTheBrowser:
 
     @staticmethod
     def asked(config, fields):
-        money = {k: float(v) for k, v in fields.items() if k in ("mfu", "price")}
-        work = {k: v for k, v in fields.items() if k in ("batch", "gpus", "parallel")}
+        money = {k: float(v) for k, v in fields.items() if k in ("mfu", "price", "link")}
+        work = {k: v for k, v in fields.items() if k in ("batch", "gpus", "parallel", "tp")}
         sizes = {k: v for k, v in fields.items() if k not in {**money, **work}}
-        if "experts_per_token" in sizes:
+        if {"experts_per_token", "num_experts"} & set(sizes):
             sizes = {"ffn": replace(config.ffn, **sizes)}
         return account(config.replace(**sizes), **work, machine="h100-sxm", **money)
 

@@ -6,6 +6,7 @@ needs torch) compares them with the real model.
 """
 
 from scratchlm.accounting.account import Account, account
+from scratchlm.accounting.collectives import Collective, collectives
 from scratchlm.accounting.expr import Expr, Sym
 from scratchlm.accounting.fits import Fits, fits, peak_bytes
 from scratchlm.accounting.flops import (
@@ -20,6 +21,7 @@ from scratchlm.accounting.machines import MACHINES, PRICES_AS_OF, Machine, machi
 from scratchlm.accounting.memory import Memory, memory, memory_bindings
 from scratchlm.accounting.money import Mfu, Training, mfu, suggested_tokens, training_run
 from scratchlm.accounting.parameters import Parameters, count_parameters, parameter_tree
+from scratchlm.accounting.projection import Plan, Projection, plans, project
 from scratchlm.accounting.roofline import Roofline, roofline
 from scratchlm.accounting.scaling import Summary, component_shares, parse_sweep, summarize, sweep
 from scratchlm.accounting.setup import OPTIMIZERS, PARALLEL, PRECISIONS, Setup, bindings
@@ -64,6 +66,12 @@ __all__ = [
     "Training",
     "training_run",
     "suggested_tokens",
+    "Collective",
+    "collectives",
+    "Projection",
+    "project",
+    "Plan",
+    "plans",
     "Fits",
     "fits",
     "Summary",

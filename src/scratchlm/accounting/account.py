@@ -12,6 +12,7 @@ from scratchlm.accounting.machines import machine as find_machine
 from scratchlm.accounting.memory import Memory, memory
 from scratchlm.accounting.money import DEFAULT_MFU, Training, training_run
 from scratchlm.accounting.parameters import Parameters, count_parameters
+from scratchlm.accounting.projection import Projection, project
 from scratchlm.accounting.roofline import Roofline, roofline
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.config import ModelConfig
@@ -29,6 +30,7 @@ class Account:
     memory: Memory
     roofline: Roofline | None  # where a machine is named
     training: Training | None
+    projection: Projection | None  # of several GPUs, where their links are known
 
 
 def account(
@@ -40,6 +42,7 @@ def account(
     mfu: float = DEFAULT_MFU,
     price: float | None = None,
     convention: str = "full",
+    link: float | None = None,
     **work: Any,
 ) -> Account:
     """Account for a model; `work` are fields of `Setup`: `account(config, batch=8, phase=…)`."""
@@ -56,6 +59,9 @@ def account(
         training = training_run(
             config, machine, seq, tokens, mfu, setup.gpus, price, convention, setup.precision
         )
+    projection = None
+    if machine is not None and setup.gpus > 1:
+        projection = project(config, setup, machine, mfu, link)
     return Account(
         config=config,
         setup=setup,
@@ -68,4 +74,5 @@ def account(
         memory=memory(config, setup),
         roofline=roofline(config, setup, machine) if machine is not None else None,
         training=training,
+        projection=projection,
     )

@@ -26,16 +26,20 @@ Checkpointing keeps less and computes it again:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scratchlm.accounting.expr import Expr, ceil_div, least, total
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.items import Node, group, leaf
 from scratchlm.accounting.symbols import (
     B,
     E,
+    G_t,
     H,
     H_kv,
     L,
     S,
+    S_r,
     V,
     V_p,
     b_a,
@@ -53,6 +57,7 @@ from scratchlm.config import MLP, ModelConfig, MoE, NoNorm, RMSNorm, Rotary
 
 UNIT = "bytes"
 TOKENS = B * S
+STREAM = B * S_r  # tokens whose norms and residuals are on this GPU
 # Logits a fused loss holds at a time on a GPU, and the tile its slices are made of.
 SLICE_ELEMENTS = 2**28
 TILE = 128
@@ -79,24 +84,24 @@ def kept_layers(config: ModelConfig, execution: Execution, times: Expr = L) -> l
     """Return what the layers keep under a checkpointing policy."""
     policy = execution.checkpointing
     if policy == "block":
-        return [group("layers", [leaf("block input", b_r * TOKENS * d)], times=times)]
+        return [group("layers", [leaf("block input", b_r * STREAM * d)], times=times)]
     parts = [*_norm("norm 1", config)]
     if policy == "attention":
-        parts.append(leaf("attention input", b_r * TOKENS * d))
+        parts.append(leaf("attention input", b_r * STREAM * d))
     else:
         parts.append(group("attention", _attention(config, execution)))
     parts += _norm("norm 2", config)
     if policy == "ffn":
         width = b_a if adds_and_norms(config) else b_r
-        parts.append(leaf("feed-forward input", width * TOKENS * d))
+        parts.append(leaf("feed-forward input", width * STREAM * d))
     else:
-        parts.append(group("feed-forward", _ffn(config)))
+        parts.append(group("feed-forward", _ffn(config, execution)))
     return [group("layers", parts, times=times)]
 
 
 def one_layer(config: ModelConfig, execution: Execution) -> Node:
     """Return what one layer keeps when nothing is dropped: what a recomputed layer holds."""
-    kept = Execution(execution.attention, rope_epilogue=execution.rope_epilogue)
+    kept = replace(execution, checkpointing="none")
     whole = kept_layers(config, kept)[0]
     return group("one layer, recomputed", whole.parts, UNIT)
 
@@ -108,7 +113,7 @@ def recomputed_part(config: ModelConfig, execution: Execution) -> Node | None:
     if execution.checkpointing == "attention":
         return group("one attention, recomputed", _attention(config, execution), UNIT)
     if execution.checkpointing == "ffn":
-        return group("one feed-forward, recomputed", _ffn(config), UNIT)
+        return group("one feed-forward, recomputed", _ffn(config, execution), UNIT)
     return None
 
 
@@ -125,10 +130,10 @@ def _norm(name: str, config: ModelConfig) -> list[Node]:
     if isinstance(config.norm, NoNorm):
         return []
     if isinstance(config.norm, RMSNorm):
-        return [leaf(f"{name} input", b_r * TOKENS * d)]
+        return [leaf(f"{name} input", b_r * STREAM * d)]
     return [
-        leaf(f"{name} input", 4 * TOKENS * d, note="float32"),
-        leaf(f"{name} statistics", 8 * TOKENS, note="mean and 1/σ"),
+        leaf(f"{name} input", 4 * STREAM * d, note="float32"),
+        leaf(f"{name} statistics", 8 * STREAM, note="mean and 1/σ"),
     ]
 
 
@@ -150,11 +155,25 @@ def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
         parts.append(leaf("Q, K, V", b_s * TOKENS * 3 * H * d_h, note="K, V repeated per head"))
         parts += _scores()
         parts.append(leaf("attention output", b_a * TOKENS * H * d_h))
-    return [
-        *parts,
-        leaf("joined weights", b_a * d * d_h * (H + 2 * H_kv), note="Q, K, V as one matrix"),
-        leaf("cast weights", b_c * d * d_h * H),
-    ]
+    joined = d * d_h * (H + 2 * H_kv)
+    return [*parts, *_weights(execution, d * d_h * H, joined, "Q, K, V as one matrix")]
+
+
+def _weights(execution: Execution, alone: Expr, joined: Expr | None, note: str = "") -> list[Node]:
+    """Return the copies of weights that products keep: cast, and joined to one matrix.
+
+    Weights kept in the matmuls' dtype from step to step lie side by side and are counted there;
+    weights that are gathered are gathered again going back.
+    """
+    if execution.weights == "gathered":
+        return []
+    nodes = []
+    if joined is not None:
+        made = b_a if execution.weights == "cast" else b_a - b_c
+        nodes.append(leaf("joined weights", made * joined, note=note))
+    if execution.weights == "cast":
+        nodes.append(leaf("cast weights", b_c * alone))
+    return nodes
 
 
 def _projected(config: ModelConfig, execution: Execution) -> list[Node]:
@@ -190,27 +209,26 @@ def _scores() -> list[Node]:
     ]
 
 
-def _ffn(config: ModelConfig) -> list[Node]:
+def _ffn(config: ModelConfig, execution: Execution) -> list[Node]:
     if isinstance(config.ffn, MoE):
-        return _moe(config.ffn)
+        return _moe(config.ffn, execution)
     if isinstance(config.ffn, MLP):
         # ReLU keeps its output, which is the next product's input; the others keep their input too
         kept = 1 if config.ffn.activation == "relu" else 2
         return [
             leaf("W1 input", b_a * TOKENS * d),
             leaf("hidden", kept * b_a * TOKENS * d_ff),
-            leaf("cast weights", b_c * 2 * d * d_ff),
+            *_weights(execution, 2 * d * d_ff, None),
         ]
     return [
         leaf("W1, W3 input", b_a * TOKENS * d),
         leaf("hidden", 3 * b_a * TOKENS * d_ff, note="W1 x, W3 x, and what the gate makes of them"),
-        leaf("joined weights", b_a * 2 * d * d_ff, note="W1, W3 as one matrix"),
-        leaf("cast weights", b_c * d * d_ff),
+        *_weights(execution, d * d_ff, 2 * d * d_ff, "W1, W3 as one matrix"),
     ]
 
 
-def _moe(ffn: MoE) -> list[Node]:
-    rows = k * TOKENS  # a token visits k experts
+def _moe(ffn: MoE, execution: Execution) -> list[Node]:
+    rows = k * TOKENS  # a token visits k experts, of which a rank has its share
     # per token: the softmax over experts and its sums; per visit: whom, in which order, how much
     routing = TOKENS * (4 * E + 6) + 24 * rows + b_r * rows
     if ffn.renormalize:
@@ -218,10 +236,10 @@ def _moe(ffn: MoE) -> list[Node]:
     return [
         leaf("router input", b_a * TOKENS * d),
         leaf("routing", routing),
-        leaf("experts' inputs", (b_a + b_c) * rows * d),
+        leaf("experts' inputs", (b_a + b_c) * rows * d / G_t),
         leaf("hidden", 4 * b_a * rows * d_ff, note="W1 x, SiLU of it, W3 x, their product"),
-        leaf("experts' answers", (b_a + b_r) * rows * d, note="before and after weighting"),
-        leaf("cast weights", b_c * (E * d + E * 3 * d * d_ff)),
+        leaf("experts' answers", (b_a + b_r) * rows * d / G_t, note="before and after weighting"),
+        *_weights(execution, E * d + E * 3 * d * d_ff, None),
     ]
 
 
@@ -236,10 +254,11 @@ def _ends(config: ModelConfig, execution: Execution) -> list[Node]:
             leaf("gradient of the LM head's input", b_a * TOKENS * d, note="taken going forward"),
             leaf("gradient of the LM head", 4 * V_p * d, note="float32, taken going forward"),
         ]
+    cast = [leaf("LM head, cast", b_c * V * d)] if execution.weights == "cast" else []
     return [
         *parts,
         leaf("LM head input", b_a * TOKENS * d),
-        leaf("LM head, cast", b_c * V * d),
+        *cast,
         leaf("log-probabilities", 4 * TOKENS * V, note="float32, kept by the loss"),
     ]
 
@@ -249,7 +268,8 @@ def forward_loss(execution: Execution) -> list[Node]:
     hidden = leaf("hidden state", b_r * TOKENS * d)
     if execution.loss == "unfused":
         return [hidden, leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
-    copied = least(b_a, b_c + b_a * (V_p - V))  # cast, or padded, or neither
+    cast = b_c if execution.weights == "cast" else 0
+    copied = least(b_a, cast + b_a * (V_p - V))  # cast, or padded, or neither
     where = (("n_s", SLICE_ROWS),)
     return [
         hidden,
@@ -273,7 +293,7 @@ def dropped_casts(config: ModelConfig, execution: Execution) -> list[Node]:
     Joined weights are cast by us and not kept so.
     """
     dropped = {"block": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
-    halves = {"attention": _attention(config, execution), "ffn": _ffn(config)}
+    halves = {"attention": _attention(config, execution), "ffn": _ffn(config, execution)}
     casts = [
         node.expr
         for half in dropped.get(execution.checkpointing, ())

@@ -53,7 +53,7 @@ def fits(config: ModelConfig, setup: Setup, memory: int, serving: bool = False) 
     context = setup.context or config.context_length
     fixed = dataclasses.replace(setup, context=context)
 
-    unit = setup.gpus if setup.parallel == "tp" else 1
+    unit = setup.tensor_ranks
 
     def with_model(n: int) -> bool:
         try:

@@ -37,6 +37,7 @@ class Execution:
     loss: str = "fused"  # head and loss slice by slice; or "unfused": all logits are formed
     checkpointing: str = "none"
     rope_epilogue: bool = False  # RoPE as the QKV product's epilogue, as on Hopper: no copies
+    weights: str = "cast"  # for each pass; or "kept" in the matmuls' dtype; or "gathered" for it
 
     def __post_init__(self) -> None:
         for name in ("attention", "loss"):

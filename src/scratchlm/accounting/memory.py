@@ -11,9 +11,8 @@ A training step is largest at one of a few moments; the peak is the largest of t
     update     weights, gradients, optimizer state
 
 Gradients are freed after the update (`set_to_none`), so they grow while activations shrink;
-with `accumulate` they are there all the time. Per rank: DDP repeats everything and adds buckets,
-FSDP divides the states by R and gathers two blocks at a time, TP divides heads, d_ff and
-vocabulary by R: the same formulas with smaller numbers.
+with several micro-batches they are there all the time. `ranks.py` says what of all this one of
+several GPUs has.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 
 from scratchlm.accounting.activations import (
     PADDED_VOCABULARY,
+    STREAM,
     TOKENS,
     UNIT,
     dropped_casts,
@@ -32,15 +32,21 @@ from scratchlm.accounting.activations import (
     recomputed_part,
     saved_tree,
 )
-from scratchlm.accounting.expr import Env, Expr, Num, Number, ceil_div, total
+from scratchlm.accounting.expr import Expr, Num, Number, total
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
 from scratchlm.accounting.parameters import layer_parts, parameter_tree
+from scratchlm.accounting.ranks import (
+    RANK_SHARE,
+    as_executed,
+    divided_sizes,
+    parallel_buffers,
+    split,
+    weights,
+)
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.accounting.symbols import (
     B,
     C,
-    G,
-    H,
     H_kv,
     L,
     N_all,
@@ -55,7 +61,6 @@ from scratchlm.accounting.symbols import (
     b_kv,
     b_m,
     b_r,
-    b_w,
     d,
     d_ff,
     d_h,
@@ -67,13 +72,6 @@ from scratchlm.quantization.rule import BLOCKS, choose
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
 _TIED = "a tied head's waits for the embedding's"
-# What one of G ranks has under tensor parallelism; the last rank's vocabulary may be shorter.
-RANK_SHARE: dict[str, Expr] = {
-    "H": H / G,
-    "H_kv": H_kv / G,
-    "d_ff": d_ff / G,
-    "V": ceil_div(V, G),
-}
 
 
 @dataclass(frozen=True)
@@ -107,39 +105,42 @@ def memory(config: ModelConfig, setup: Setup) -> Memory:
 def memory_bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
     """Bind every symbol for one rank; under TP the rank's share of heads, width and vocabulary."""
     env = bindings(config, setup)
-    if setup.parallel == "tp":
-        env |= {name: _divided(name, share, env) for name, share in RANK_SHARE.items()} | {"R": 1}
+    for name, field in divided_sizes(config).items():
+        if env[name] % env["G_t"]:
+            raise ValueError(
+                f"tensor parallelism needs {field} divisible by tp; "
+                f"got {field}={env[name]}, tp={env['G_t']}"
+            )
+    env |= {name: share.value(env) for name, share in RANK_SHARE.items()}
     env |= {name: formula.value(env) for name, formula in derived(config).items()}
     return env
-
-
-def _divided(name: str, share: Expr, env: Env) -> Number:
-    value = share.value(env)
-    if not isinstance(value, int):
-        field = {"H": "num_heads", "H_kv": "num_kv_heads"}.get(name, name)
-        raise ValueError(
-            f"tensor parallelism needs {field} divisible by gpus; "
-            f"got {field}={env[name]}, gpus={env['G']}"
-        )
-    return value
 
 
 def derived(config: ModelConfig) -> dict[str, Expr]:
     """Return the formulas of counts that other formulas name."""
     per_layer = total([part.expr for part in layer_parts(config)])
     matrices = [
-        leaf.expr
-        for part in layer_parts(config)
-        for leaf in part.parts
-        if "bias" not in leaf.name and "norm" not in leaf.name
+        leaf.expr for part in layer_parts(config) for leaf in part.parts if not _is_vector(leaf)
     ]
     return {
         "N_all": parameter_tree(config).expr,
         "N_layer": per_layer,
         "N_matrices": total(matrices),
+        "N_vec": _vectors(parameter_tree(config)),
         "N_tied": V * d if config.tie_embeddings else Num(0),
         "V_p": PADDED_VOCABULARY,
     }
+
+
+def _is_vector(node: Node) -> bool:
+    return "bias" in node.name or "norm" in node.name
+
+
+def _vectors(node: Node) -> Expr:
+    """Return how many of a tree's parameters are norms and biases."""
+    if not node.parts:
+        return node.expr if _is_vector(node) else Num(0)
+    return node.times * total([_vectors(part) for part in node.parts])
 
 
 def kv_cache_bytes() -> Expr:
@@ -166,16 +167,18 @@ def optimizer_state(config: ModelConfig, optimizer: str) -> Node:
 
 def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
     """Return the candidate moments of a training step, each as a tree of formulas."""
+    setup = as_executed(setup)
     execution = setup.execution
     always = [
-        leaf("weights", b_w * N_all / R),
+        weights(setup),
         optimizer_state(config, setup.optimizer),
         *rope_tables(config),
-        *_parallel_buffers(setup),
+        *parallel_buffers(setup),
         leaf("workspace", WORKSPACE, note="the matmul library's"),
     ]
-    gradients = leaf("gradients", b_g * N_all / R)
-    early = [gradients] if setup.accumulate else []
+    gradients = leaf("gradients", b_g * N_all / split(setup))
+    early = [gradients] if setup.accumulates else []
+    reduced = leaf("gradients, reduced", b_g * N_all / R, note="this rank's share")
     saved = saved_tree(config, execution)
     before = [*always, *early, saved, *dropped_casts(config, execution), *forward_loss(execution)]
     return {
@@ -185,7 +188,11 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
         **_in_attention(config, setup, always),
         "end": group("at the end of backward", _end(config, setup, always), UNIT),
         "embedding": group("at the embedding, going back", _embedding(setup, always), UNIT),
-        "update": group("at the update", [*always, gradients], UNIT),
+        "update": group(
+            "at the update",
+            [*always, gradients, *([reduced] if setup.exchange == "zero1" else [])],
+            UNIT,
+        ),
     }
 
 
@@ -203,9 +210,9 @@ def _backward(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Nod
 
 
 def _first_gradients(setup: Setup) -> Node:
-    if setup.accumulate:
-        return leaf("gradients", b_g * (N_all + N_tied) / R, note=_TIED)
-    return leaf("gradient of the LM head", b_g * V * d / R)
+    if setup.accumulates:
+        return leaf("gradients", b_g * (N_all + N_tied) / split(setup), note=_TIED)
+    return leaf("gradient of the LM head", b_g * V * d / split(setup))
 
 
 def _in_attention(config: ModelConfig, setup: Setup, always: list[Node]) -> dict[str, Node]:
@@ -220,17 +227,17 @@ def _in_attention(config: ModelConfig, setup: Setup, always: list[Node]) -> dict
         group("activations", kept_layers(config, setup.execution, L - 1)),
         group("last layer", [part for part in last if part.name != "feed-forward"]),
         rebuilt,
-        leaf("gradients in flight", b_r * TOKENS * d),
+        leaf("gradients in flight", b_r * STREAM * d),
     ]
     return {"attention": group("in the last layer's attention, backward", parts, UNIT)}
 
 
 def _end(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
     """All gradients but the first layer's and the embedding's, and that layer still in flight."""
-    there = N_all if setup.accumulate else N_all - N_layer - V * d
+    there = N_all if setup.accumulates else N_all - N_layer - V * d
     return [
         *always,
-        leaf("gradients", b_g * (there + N_tied) / R, note=_TIED),
+        leaf("gradients", b_g * (there + N_tied) / split(setup), note=_TIED),
         group("first layer's activations", one_layer(config, setup.execution).parts),
         _in_flight(config),
     ]
@@ -238,11 +245,12 @@ def _end(config: ModelConfig, setup: Setup, always: list[Node]) -> list[Node]:
 
 def _embedding(setup: Setup, always: list[Node]) -> list[Node]:
     """The gradient of the embedding, before it is added to what is there."""
-    there = N_all + V * d if setup.accumulate else N_all
+    there = N_all + V * d if setup.accumulates else N_all
+    tied = "tied: of head, embedding, and sum"
     return [
         *always,
-        leaf("gradients", b_g * (there + 2 * N_tied) / R, note="tied: of head, embedding, and sum"),
-        leaf("gradient of the hidden state", b_r * TOKENS * d),
+        leaf("gradients", b_g * (there + 2 * N_tied) / split(setup), note=tied),
+        leaf("gradient of the hidden state", b_r * STREAM * d),
     ]
 
 
@@ -250,26 +258,13 @@ def _in_flight(config: ModelConfig) -> Node:
     """The residual stream's gradient, and what a feed-forward layer's backward adds."""
     wide = k * TOKENS * d_ff if isinstance(config.ffn, MoE) else TOKENS * d_ff
     factors = 1 if isinstance(config.ffn, MLP) else 2
-    return leaf("gradients in flight", b_r * TOKENS * d + factors * b_a * wide)
+    return leaf("gradients in flight", b_r * STREAM * d + factors * b_a * wide)
 
 
 def rope_tables(config: ModelConfig) -> list[Node]:
     """Return RoPE's tables, where a model has them."""
     if isinstance(config.positions, Rotary):
         return [leaf("RoPE tables", 4 * N_ctx * d_h, note="cos and sin, float32")]
-    return []
-
-
-def _parallel_buffers(setup: Setup) -> list[Node]:
-    if setup.parallel == "ddp":
-        return [leaf("gradient buckets", b_g * N_all, note="DDP's copy, being reduced")]
-    if setup.parallel == "fsdp":
-        low = b_a  # blocks are gathered in the dtype they compute in
-        return [
-            leaf("gathered blocks", 2 * low * N_layer, note="this one and the next"),
-            leaf("gathered ends", low * (N_all - L * N_layer), note="embedding and LM head"),
-            leaf("block gradient to scatter", b_g * N_layer),
-        ]
     return []
 
 
@@ -291,7 +286,7 @@ def serving_tree(config: ModelConfig, setup: Setup) -> Node:
 def _serving_weights(config: ModelConfig, setup: Setup) -> list[Node]:
     """Return the weights in the compute dtype, or by the format the rule gives to each."""
     if setup.quantize is None:
-        return [leaf("weights", b_kv * N_all / R)]
+        return [leaf("weights", b_kv * N_all / split(setup))]
     choices = choose(config, setup.quantize)
     nodes = []
     for format in dict.fromkeys(choice.format for choice in choices):

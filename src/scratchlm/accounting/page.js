@@ -7,6 +7,9 @@ let focused = ""; // the row whose toggle keeps the focus when its table is draw
 
 const HUES = [
   [/embedding/, "pink"],
+  [/data-parallel/, "orange"],
+  [/tensor-parallel/, "gold"],
+  [/arithmetic/, "blue"],
   [/LM head|logit|log-prob|loss/, "violet"],
   [/gradient/, "red"],
   [/optimizer|moment/, "green"],
@@ -88,7 +91,7 @@ function bar(segments, text, whatIsIt) {
 
 // Tables
 
-function itemTable(id, item, text) {
+function itemTable(id, item, text, head = item.unit === "bytes" ? "memory" : item.unit) {
   const body = el("tbody");
   const add = (part, level, share, path) => {
     const key = `${id}/${path}`;
@@ -119,12 +122,12 @@ function itemTable(id, item, text) {
     }
   };
   add(item, 0, 1, item.name);
-  return el("table", { id, class: "items" }, heads("item", "formula", "with numbers", item.unit === "bytes" ? "memory" : item.unit, "share"), body);
+  return el("table", { id, class: "items" }, heads("item", "formula", "with numbers", head, "share"), body);
 }
 
 function heads(...names) {
   return el("thead", {}, el("tr", {}, ...names.map((name) =>
-    el("th", { scope: "col", class: /item|component|formula|numbers|convention|bound|symbol|mean/.test(name) ? null : "n" }, name))));
+    el("th", { scope: "col", class: /item|component|formula|numbers|convention|bound|symbol|mean|plan|^$/.test(name) ? null : "n" }, name))));
 }
 
 function nameCell(name, level, shown, key, note) {
@@ -251,7 +254,7 @@ function drawFlops({ flops }, choices) {
 
 function drawMemory({ memory, machine, env }, choices) {
   const how = [choices.dtype, choices.optimizer, `checkpointing ${choices.checkpointing}`];
-  if (choices.parallel !== "none") how.push(`${choices.parallel} on ${exact(env.G)}`);
+  if (choices.parallel !== "none") how.push(`${planName(env, choices)} on ${exact(env.G)}`);
   const most = Object.values(memory.moments).reduce((a, b) => (b > a ? b : a));
   const moments = el("ul", { class: "moments", "aria-label": "moments of a training step" });
   for (const [name, bytes] of Object.entries(memory.moments)) {
@@ -280,6 +283,60 @@ function drawTime({ time, peak }, choices) {
     ...bar(segments, secondsText, "time"), timeTable(time));
   $("time").dataset.value = time.seconds;
   $("time").dataset.mfu = time.mfu;
+}
+
+const PROJECTED = "A projection, not a measurement";
+
+function drawParallel({ projection, env }, choices) {
+  $("several").hidden = projection === null || env.G === 1n;
+  if ($("several").hidden) return;
+  const { sent, step, overlapped, tokens, tokensOverlapped, share } = projection;
+  const rates = [[env.G_d, projection.dataRate, "data"], [env.G_t, projection.tensorRate, "tensor"]]
+    .filter(([ranks]) => ranks > 1n)
+    .map(([, rate, name]) => `${general(Number(rate) / 1e9, 4)} GB/s among ${name}-parallel ranks`);
+  const rows = [
+    ...step.children.filter((part) => Number(part.value)).map((part) => [part.name, secondsText(Number(part.value)), part]),
+    ["a step, nothing overlaps", secondsText(Number(step.value)), { symbols: "t_c + t_d + t_t", numbers: step.numbers }],
+    ["a step, all that can overlaps", secondsText(Number(overlapped.value)), overlapped],
+    ["tokens/s, nothing overlaps", fixed(tokens.value, 0), tokens],
+    ["tokens/s, all that can overlaps", fixed(tokensOverlapped.value, 0), tokensOverlapped],
+  ].map(([name, value, { symbols, numbers }]) => el("tr", {}, el("th", { scope: "row" }, name),
+    el("td", { class: "n" }, value), el("td", { class: "dim" }, `${symbols} = ${numbers}`)));
+  section("several", `A step on ${exact(env.G)} × ${choices.gpu}, projected (${planName(env, choices)})`,
+    [`${PROJECTED}: each GPU is assumed to reach an MFU of ${fixed(env.u, 2)} alone; ${rates.join(", ")}. ` +
+      `A GPU sends ${bytesText(sent.value)} in a step: ${percent(share)} of its time where nothing overlaps.`],
+    ...bar(step.children, (v) => secondsText(Number(v)), "a step"),
+    el("div", { class: "scroll" }, el("table", { class: "small" }, el("tbody", {}, ...rows))),
+    itemTable("sent-table", sent, bytesText, "sent"));
+  $("several").dataset.values = JSON.stringify([step, overlapped, tokens, tokensOverlapped].map((item) => Number(item.value)));
+}
+
+function drawPlans({ plans, env }, choices) {
+  $("plans").hidden = plans.length === 0;
+  const many = env.m > 1n ? `${exact(env.m)} micro-batches` : "a batch";
+  let before = 0n;
+  const rows = plans.map((plan) => {
+    const [slow, fast] = [Number(plan.tokens.value), Number(plan.tokensOverlapped.value)];
+    const gpus = Number(plan.gpus);
+    const first = plan.gpus !== before;
+    before = plan.gpus;
+    return el("tr", { "data-plan": `${plan.gpus} ${plan.name}`, "data-values":
+      JSON.stringify([String(plan.memory), Number(plan.sent.value), plan.share, slow, fast]),
+      class: first ? "first" : null },
+      el("th", { scope: "row", class: "n" }, first ? exact(plan.gpus) : ""), el("td", {}, plan.name),
+      el("td", { class: "n" }, bytesText(plan.memory)),
+      el("td", { class: plan.fits ? "good" : "bad" }, plan.fits ? "fits" : "too large"),
+      el("td", { class: "n" }, bytesText(plan.sent.value)),
+      el("td", { class: "n" }, `${fixed(plan.share * 100, 0)}%`),
+      el("td", { class: "n" }, fixed(slow / gpus, 0)), el("td", { class: "n" }, fixed(fast / gpus, 0)),
+      el("td", { class: "n" }, human(fast)));
+  });
+  $("plans").replaceChildren(el("h2", {}, `8 to 1,024 × ${choices.gpu}, projected`),
+    el("p", { class: "lead" }, `${PROJECTED}. Each data-parallel rank has ${many} of ${exact(env.B)} a step. ` +
+      "Communication: its share of a step in which nothing overlaps. Tokens/s: of one GPU where nothing overlaps " +
+      "and where all that can does; of all GPUs, the latter."),
+    el("div", { class: "scroll" }, el("table", { class: "plans" }, heads("GPUs", "plan", "memory", "",
+      "sent a step", "communication", "tokens/s a GPU", "overlapped", "of all GPUs"), el("tbody", {}, ...rows))));
 }
 
 function drawRun({ run, env, peak }, choices) {
@@ -342,9 +399,11 @@ function draw() {
   drawFlops(result, choices);
   drawMemory(result, choices);
   drawTime(result, choices);
+  drawParallel(result, choices);
+  drawPlans(result, choices);
   drawRun(result, choices);
   drawTerminal(sizes);
-  drawSymbols(result.env);
+  drawSymbols({ ...result.env, ...result.projection?.env });
 }
 
 // However many things change before the next frame, it is drawn once.

@@ -25,7 +25,10 @@ from scratchlm.accounting.setup import Setup
 from scratchlm.config import ModelConfig
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("page_formulas.js", "page_numbers.js", "page_controls.js", "page.js")
+_SCRIPTS = (
+    *("page_formulas.js", "page_projection.js", "page_numbers.js", "page_controls.js"),
+    "page.js",
+)
 
 
 def account_page(
@@ -38,6 +41,7 @@ def account_page(
     tokens: int | None = None,
     mfu: float = DEFAULT_MFU,
     price: float | None = None,
+    link: float | None = None,
 ) -> str:
     """Return the page's HTML; the arguments are what it opens with."""
     setup = setup or Setup()
@@ -48,7 +52,8 @@ def account_page(
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
     gpu = find_machine(machine) if isinstance(machine, str) else machine
-    data = _data(name, config, setup, gpu, convention, Money(tokens, mfu, price))
+    money = Money(tokens, mfu, price, None if link is None else link / 1e9)
+    data = _data(name, config, setup, gpu, convention, money)
     scripts = [(_HERE / script).read_text(encoding="utf-8") for script in _SCRIPTS]
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     for slot, text in {

@@ -49,6 +49,7 @@ function wrongValue(control, value) {
     return `${key} must be a ${what}; got ${value.trim() === "" ? "nothing" : `${key}=${value}`}`;
   }
   if (key === "mfu" && !(value > 0 && value <= 1)) return `mfu must lie in (0, 1]; got ${value}`;
+  if (key === "link" && !(value > 0)) return `link must be greater than 0; got ${value} GB/s`;
   if (key === "price" && !(value >= 0)) return `price must not be negative; got ${value}`;
   if (key === "tokens" && value < 1n) return `tokens must be at least 1; got ${value}`;
   if (kind === "size" && control.most !== null && (value < control.least || value > control.most)) {
@@ -69,8 +70,13 @@ function resolve() {
     else if (value !== null && typeof value !== "string") sizes[control.symbol] = value;
   }
   if (choices.ffn === "dense") Object.assign(sizes, { E: 0n, k: 0n });
-  if (choices.parallel === "none" && sizes.G > 1n) choices.parallel = "ddp"; // as the command line
-  sizes.list_price = DATA.machines[choices.gpu].price;
+  if (choices.parallel === "none" && sizes.G > 1n) choices.parallel = "zero1"; // as the command line
+  if (choices.parallel === "tp") sizes.G_t = sizes.G;
+  choices.tp = state.tp;
+  choices.link = state.link;
+  const machine = DATA.machines[choices.gpu];
+  sizes.list_price = machine.price;
+  sizes.list_link = machine.link === null ? null : machine.link / 1e9;
   return follow(sizes, choices);
 }
 

@@ -92,11 +92,12 @@ def _with(stops: tuple[int, ...], value: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Money:
-    """Assumptions about a training run; None: suggested tokens, the machine's price."""
+    """Assumptions about a training run; None: suggested tokens, the machine's price and link."""
 
     tokens: int | None = None
     mfu: float = DEFAULT_MFU
     price: float | None = None
+    link: float | None = None  # GB/s
 
 
 def groups(
@@ -112,7 +113,7 @@ def groups(
         "The work": _work(config, setup, convention),
         "The model": _model(config),
         "Numbers and memory": _training(setup),
-        "Machines": _machines(setup, gpu, machines),
+        "Machines": _machines(setup, gpu, machines, money.link),
         "A training run": _run(money),
     }
 
@@ -297,7 +298,9 @@ def _training(setup: Setup) -> list[Control]:
     ]
 
 
-def _machines(setup: Setup, gpu: Machine, machines: list[Machine]) -> list[Control]:
+def _machines(
+    setup: Setup, gpu: Machine, machines: list[Machine], link: float | None
+) -> list[Control]:
     names = tuple(machine.name for machine in machines)
     labels = tuple(
         f"{machine.name} · {machine.memory / 2**30:.0f} GiB · {machine.bandwidth / 1e12:.3g} TB/s"
@@ -321,7 +324,38 @@ def _machines(setup: Setup, gpu: Machine, machines: list[Machine]) -> list[Contr
             PARALLEL,
             setup.parallel,
             "none",
-            words="none: several GPUs are data-parallel (ddp)",
+            words="none: several GPUs are data-parallel (zero1)",
+        ),
+        Control(
+            "tp",
+            "tensor parallel",
+            "size",
+            setup.tp or 1,
+            "G_t",
+            stops=_with(_doublings(64), setup.tp or 1),
+            option="--tp",
+            plain=1,
+            when={"parallel": tuple(name for name in PARALLEL if name != "tp")},
+        ),
+        Control(
+            "micro_batches",
+            "micro-batches",
+            "size",
+            setup.micro_batches,
+            "m",
+            stops=_with(_doublings(1024), setup.micro_batches),
+            option="--micro-batches",
+            plain=1,
+        ),
+        Control(
+            "link",
+            "GB/s out of a GPU",
+            "real",
+            link,
+            "link",
+            link=Sym("list_link"),
+            link_label="the GPU's; between nodes 50",
+            option="--link",
         ),
     ]
 

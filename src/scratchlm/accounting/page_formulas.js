@@ -125,15 +125,9 @@ function words(node, children, env) {
 
 // The whole account. `sizes` binds the symbols one can set, `choices` holds everything else.
 function account(sizes, choices) {
-  const kind = choices.ffn;
-  const variant = DATA.variants[`${kind}/${choices.tie_embeddings ? "tied" : "untied"}`];
+  const variant = variantOf(choices);
   const machine = DATA.machines[choices.gpu];
-  const env = { ...sizes };
-  for (const [name, bytes] of Object.entries(DATA.precisions[choices.dtype])) env[name] = BigInt(bytes);
-  env.R = ["fsdp", "tp"].includes(choices.parallel) ? env.G : 1n;
-  env.N = valueOf(variant.N, env);
-  env.F_peak = read(machine.peaks[choices.dtype]);
-  env.M_bw = read(machine.bandwidth);
+  const env = environment(sizes, choices);
   const full = bind(variant.derived, env);
   const result = {
     env: full,
@@ -142,14 +136,44 @@ function account(sizes, choices) {
     flops: flopsOf(choices.phase, env, choices),
     forward: flopsOf("forward", env, choices),
     training: flopsOf("training", env, choices),
-    memory: memoryOf(env, variant, choices),
+    memory: memoryOf(env, choices),
     time: rooflineOf(choices.phase, full, choices),
     stepTime: rooflineOf("training", full, choices),
     machine,
     peak: machine.peak_names[choices.dtype],
   };
   result.run = runOf(env, choices);
+  result.projection = projectionOf(env, choices);
+  result.plans = plansOf(sizes, choices);
   return result;
+}
+
+const variantOf = (choices) =>
+  DATA.variants[`${choices.ffn}/${choices.tie_embeddings ? "tied" : "untied"}`];
+
+// Every symbol of the model, the work and the machines.
+function environment(sizes, choices) {
+  const machine = DATA.machines[choices.gpu];
+  const env = { ...sizes };
+  for (const [name, bytes] of Object.entries(DATA.precisions[choices.dtype])) env[name] = BigInt(bytes);
+  env.G_d = env.G / env.G_t;
+  env.R = ["zero1", "fsdp"].includes(exchangeOf(env, choices)) ? env.G_d : 1n;
+  env.S_r = valueOf(DATA.sequence_share, env);
+  env.N = valueOf(variantOf(choices).N, env);
+  env.F_peak = read(machine.peaks[choices.dtype]);
+  env.M_bw = read(machine.bandwidth);
+  return env;
+}
+
+// How data-parallel ranks share the state.
+function exchangeOf(env, choices) {
+  const alone = choices.parallel === "zero1" && env.G_d === 1n;
+  return alone || choices.parallel === "tp" ? "none" : choices.parallel;
+}
+
+// The symbols of one rank: its share of what tensor parallelism divides.
+function rankOf(env, choices) {
+  return bind(variantOf(choices).derived, { ...env, ...pick(DATA.rank_share, env) });
 }
 
 const executionKey = (c) => `${c.attention}/${c.loss}/${c.checkpointing}`;
@@ -163,23 +187,26 @@ function flopsOf(phase, env, choices) {
   return items;
 }
 
-function memoryOf(env, variant, choices) {
-  let rank = env;
-  if (choices.parallel === "tp") {
-    const shares = Object.fromEntries(DATA.rank_share.map(([name, f]) => [name, valueOf(f, env)]));
-    rank = { ...env, ...shares, R: 1n };
-  }
-  rank = bind(variant.derived, rank);
-  const often = choices.accumulate ? "accumulate" : "once";
-  const trees = DATA.memory[`${choices.ffn}/${executionKey(choices)}/${often}/${choices.parallel}`];
+// What one GPU holds at each moment of a training step, and the largest of them.
+function momentsOf(rank, choices) {
+  const often = choices.accumulate || rank.m > 1n ? "accumulate" : "once";
+  const key = `${choices.ffn}/${executionKey(choices)}/${often}/${exchangeOf(rank, choices)}`;
+  const trees = DATA.memory[key];
   const moments = Object.fromEntries(Object.entries(trees).map(([name, tree]) =>
     [name, roundEven(nodeValue(tree, rank, choices))]));
   const peak = Object.keys(moments).reduce((a, b) => (moments[b] > moments[a] ? b : a));
+  return { trees, moments, peak };
+}
+
+function memoryOf(env, choices) {
+  const rank = rankOf(env, choices);
+  const { trees, moments, peak } = momentsOf(rank, choices);
+  const shards = choices.parallel === "fsdp" ? "fsdp" : "whole";
   return {
     training: evaluate(trees[peak], rank, choices),
     moments,
     peak,
-    serving: evaluate(DATA.serving[choices.ffn], rank, choices),
+    serving: evaluate(DATA.serving[`${choices.ffn}/${shards}`], rank, choices),
     kvCache: roundEven(valueOf(DATA.kv_cache, rank)),
     kvCachePerToken: roundEven(valueOf(DATA.kv_cache, { ...rank, B: 1n, C: 0n })),
   };

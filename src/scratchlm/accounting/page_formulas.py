@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from scratchlm.accounting.collectives import communication_tree
 from scratchlm.accounting.expr import Expr, Num, Number, Sym, number_text, total
 from scratchlm.accounting.flops import CHECKPOINTING, CONVENTIONS, Execution, flops_tree
 from scratchlm.accounting.items import Node
-from scratchlm.accounting.machines import Machine
+from scratchlm.accounting.machines import NETWORK, NODE, Machine
 from scratchlm.accounting.memory import (
-    RANK_SHARE,
     derived,
     kv_cache_bytes,
     optimizer_state,
@@ -31,14 +31,25 @@ from scratchlm.accounting.memory import (
 )
 from scratchlm.accounting.money import RUN_SECONDS, TOKENS_PER_PARAMETER
 from scratchlm.accounting.parameters import active_parameters, matmul_parameters, parameter_tree
+from scratchlm.accounting.projection import (
+    GPU_COUNTS,
+    OVERLAPPED,
+    SECONDS,
+    STEP,
+    TOKENS,
+    TOKENS_OVERLAPPED,
+    step_flops,
+)
+from scratchlm.accounting.ranks import RANK_SHARE, divided_sizes
 from scratchlm.accounting.roofline import GENERATED_ROWS, GENERATION_STEPS, roofline_parts
-from scratchlm.accounting.setup import OPTIMIZERS, PARALLEL, PRECISIONS, Setup
+from scratchlm.accounting.setup import OPTIMIZERS, PRECISIONS, SEQUENCE_SHARE, Setup
 from scratchlm.accounting.symbols import SYMBOLS, N, V, d
 from scratchlm.accounting.work import PHASES
 from scratchlm.config import ModelConfig, MoE, SwiGLU, to_dict
 
 _FUSED = ("fused", "unfused")
 _STEPS = tuple(phase for phase in PHASES if phase not in GENERATION_STEPS)
+_EXCHANGES = ("none", "zero1", "fsdp", "ddp")
 _ONE = Num(1)
 SUGGESTED_TOKENS = TOKENS_PER_PARAMETER * N
 
@@ -144,9 +155,15 @@ def formulas_data(table: Formulas, config: ModelConfig, machines: list[Machine])
         },
         "flops": {key: table.node(tree) for key, tree in _flops(kinds)},
         "memory": _memory(table, kinds),
-        "serving": {kind: table.node(serving_tree(m, Setup())) for kind, m in kinds.items()},
+        "serving": {
+            f"{kind}/{shards}": table.node(serving_tree(model, Setup(parallel=parallel)))
+            for kind, model in kinds.items()
+            for shards, parallel in (("whole", "none"), ("fsdp", "fsdp"))
+        },
         "kv_cache": table.expr(kv_cache_bytes()),
+        "sequence_share": table.expr(SEQUENCE_SHARE),
         "rank_share": table.named(RANK_SHARE),
+        "projection": _projection(table, kinds),
         "roofline": dict(_roofline(table, kinds)),
         "generation": {
             phase: [
@@ -221,14 +238,40 @@ def _memory(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, dict[st
         table.choose(states[0], states)
         setup = Setup(optimizer=OPTIMIZERS[0])
         for how, execution in _executions():
-            for accumulate, parallel in itertools.product((False, True), PARALLEL):
+            for accumulate, exchange in itertools.product((False, True), _EXCHANGES):
                 workload = replace(
-                    setup, execution=execution, accumulate=accumulate, parallel=parallel
+                    setup, execution=execution, accumulate=accumulate, parallel=exchange, gpus=2
                 )
                 moments = training_trees(model, workload)
-                key = f"{kind}/{how}/{'accumulate' if accumulate else 'once'}/{parallel}"
+                key = f"{kind}/{how}/{'accumulate' if accumulate else 'once'}/{exchange}"
                 found[key] = {name: table.node(tree) for name, tree in moments.items()}
     return found
+
+
+def _projection(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, Any]:
+    """Return what several GPUs send each other, and the formulas of their step."""
+    flops = {}
+    for (kind, model), policy in itertools.product(kinds.items(), CHECKPOINTING):
+        full, again = step_flops(model, Execution(checkpointing=policy))
+        flops[f"{kind}/{policy}"] = [table.node(full), [table.node(node) for node in again]]
+    ways = itertools.product(_EXCHANGES, (False, True), (False, True))
+    nodes = {"step": STEP, "overlapped": OVERLAPPED, "tokens": TOKENS}
+    nodes["tokens_overlapped"] = TOKENS_OVERLAPPED
+    return {
+        "sent": {
+            f"{exchange}/{'cut' if tensor else 'whole'}/{'divides' if divides else 'does not'}": (
+                table.node(communication_tree(exchange, tensor, divides))
+            )
+            for exchange, tensor, divides in ways
+        },
+        "flops": flops,
+        "seconds": table.named(SECONDS),
+        **{name: table.node(node) for name, node in nodes.items()},
+        "divided": {kind: list(divided_sizes(model)) for kind, model in kinds.items()},
+        "gpu_counts": GPU_COUNTS,
+        "node": NODE,
+        "network": NETWORK,
+    }
 
 
 def _roofline(table: Formulas, kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Any]]:
@@ -262,6 +305,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
         "memory": number(machine.memory),
         "bandwidth": number(machine.bandwidth),
         "price": machine.price,
+        "link": machine.link,
         "argument": "this" if machine.measured else machine.name,
         "peaks": {name: number(machine.peak(name)) for name in PRECISIONS},
         "peak_names": {name: machine.peak_name(name) for name in PRECISIONS},

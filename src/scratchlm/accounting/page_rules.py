@@ -10,7 +10,7 @@ from typing import Any
 
 from scratchlm.accounting.expr import Expr, Num
 from scratchlm.accounting.page_formulas import Formulas
-from scratchlm.accounting.symbols import E, G, H, H_kv, d, d_ff, d_h, k
+from scratchlm.accounting.symbols import E, G, G_t, H, H_kv, d, d_ff, d_h, k
 from scratchlm.config import ModelConfig, Rotary, Sinusoidal
 
 
@@ -48,10 +48,16 @@ def rules(config: ModelConfig, table: Formulas) -> list[dict[str, Any]]:
     if isinstance(config.positions, Sinusoidal):
         says = "d_model must be even for sinusoidal positions; got d_model={d}"
         found.append(_rule(table, "divisible", d, Num(2), says))
-    for symbol, key in ((H, "num_heads"), (H_kv, "num_kv_heads"), (d_ff, "d_ff")):
-        says = f"tensor parallelism needs {key} divisible by gpus; got {key}={{{symbol.name}}}"
-        tp = {"parallel": ["tp"]}
-        found.append(_rule(table, "divisible", symbol, G, says + ", gpus={G}", tp))
+    says = "gpus must be divisible by tp; got gpus={G}, tp={G_t}"
+    found.append(_rule(table, "divisible", G, G_t, says))
+    for symbol, key, kinds in (
+        (H, "num_heads", {}),
+        (H_kv, "num_kv_heads", {}),
+        (d_ff, "d_ff", {"ffn": ["dense"]}),
+        (E, "num_experts", {"ffn": ["moe"]}),
+    ):
+        says = f"tensor parallelism needs {key} divisible by tp; got {key}={{{symbol.name}}}"
+        found.append(_rule(table, "divisible", symbol, G_t, says + ", tp={G_t}", kinds))
     return found
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scratchlm.accounting.expr import Expr, Number, ceil_div, largest
+from scratchlm.accounting.expr import Expr, Number, ceil_div, largest, least
 from scratchlm.accounting.flops import Execution
 from scratchlm.accounting.parameters import active_parameters
-from scratchlm.accounting.symbols import P, S, model_symbols
+from scratchlm.accounting.symbols import G_t, P, S, model_symbols
 from scratchlm.accounting.work import PHASES, document_pairs
 from scratchlm.config import ModelConfig
 from scratchlm.quantization.rule import TARGETS
@@ -21,7 +21,11 @@ PRECISIONS: dict[str, dict[str, int]] = {
     "bf16": {"b_w": 2, "b_g": 2, "b_m": 2, "b_a": 2, "b_r": 2, "b_c": 0, "b_s": 4, "b_kv": 2},
 }
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
-PARALLEL = ("none", "ddp", "fsdp", "tp")
+# How several GPUs share the work: `ranks.py` says what each of them then holds.
+PARALLEL = ("none", "zero1", "fsdp", "tp", "ddp")
+SHARDED = ("zero1", "fsdp")
+# Tokens of a sequence whose norms and residuals one of G_t ranks has: a part where that divides.
+SEQUENCE_SHARE: Expr = S / (1 + (G_t - 1) * (1 - least(1, G_t * ceil_div(S, G_t) - S)))
 # lengths nobody gave: a prompt of half the context, rounded down, and the rest to generate
 DEFAULT_LENGTHS: dict[str, Expr] = {
     "C": S - 1,
@@ -45,8 +49,10 @@ class Setup:
     optimizer: str = "adamw"
     execution: Execution = field(default_factory=Execution)
     accumulate: bool = False  # gradients live through the forward pass too
+    micro_batches: int = 1  # in an update
     parallel: str = "none"
     gpus: int = 1
+    tp: int | None = None  # GPUs a layer is cut across; None: all with parallel="tp", else 1
     quantize: str | None = None  # what the weights are stored as while serving
 
     def __post_init__(self) -> None:
@@ -58,8 +64,9 @@ class Setup:
             _choice("quantize", self.quantize, TARGETS)
             if self.parallel in ("fsdp", "tp"):
                 raise ValueError(f"quantised weights are whole on each GPU, not {self.parallel}")
-        _count("batch", self.batch)
-        _count("gpus", self.gpus)
+        for name in ("batch", "gpus", "micro_batches"):
+            _count(name, getattr(self, name))
+        self._check_tensor_ranks()
         for name in ("context", "prompt", "new_tokens"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name))
@@ -67,6 +74,43 @@ class Setup:
             _count("cache", self.cache, least=0)
         for length in self.documents:
             _count("documents", length)
+
+    def _check_tensor_ranks(self) -> None:
+        if self.tp is None:
+            return
+        _count("tp", self.tp)
+        if self.gpus % self.tp:
+            raise ValueError(f"gpus must be divisible by tp; got gpus={self.gpus}, tp={self.tp}")
+        if self.parallel == "tp" and self.tp != self.gpus:
+            raise ValueError(
+                "parallel=tp cuts layers across all GPUs: with fewer, say zero1 or fsdp; "
+                f"got gpus={self.gpus}, tp={self.tp}"
+            )
+        if self.quantize is not None and self.tp > 1:
+            raise ValueError("quantised weights are whole on each GPU, not cut by tp")
+
+    @property
+    def tensor_ranks(self) -> int:
+        """GPUs that every layer is cut across, and that share one batch."""
+        if self.tp is not None:
+            return self.tp
+        return self.gpus if self.parallel == "tp" else 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of GPUs with batches of their own."""
+        return self.gpus // self.tensor_ranks
+
+    @property
+    def exchange(self) -> str:
+        """How data-parallel ranks share the state: zero1, fsdp, ddp, or none."""
+        alone = self.parallel == "zero1" and self.data_ranks == 1
+        return "none" if alone or self.parallel == "tp" else self.parallel
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients live through the forward pass too."""
+        return self.accumulate or self.micro_batches > 1
 
 
 def bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
@@ -82,9 +126,13 @@ def bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
         "B": setup.batch,
         "S": s,
         "A": document_pairs(setup.documents or (s,), config.attention.sliding_window),
-        "R": setup.gpus if setup.parallel in ("fsdp", "tp") else 1,
+        "R": setup.data_ranks if setup.exchange in SHARDED else 1,
         "G": setup.gpus,
+        "G_d": setup.data_ranks,
+        "G_t": setup.tensor_ranks,
+        "m": setup.micro_batches,
     }
+    env["S_r"] = SEQUENCE_SHARE.value(env)
     given = {"C": setup.cache, "P": setup.prompt, "T": setup.new_tokens}
     for name, default in DEFAULT_LENGTHS.items():
         length = given[name]

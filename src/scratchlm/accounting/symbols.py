@@ -22,13 +22,16 @@ SYMBOLS = {
     "N_all": "all parameters, tied weights once",
     "N_layer": "parameters of one layer",
     "N_matrices": "parameters of one layer's matrices: no norms, no biases",
+    "N_vec": "parameters that are vectors: norms and biases",
     "N_tied": "parameters of the table that is both embedding and LM head (0: untied)",
     "r": "rank of an adapter",
     "N_lora": "parameters of an adapter",
     "V_p": "rows of the LM head in a fused loss: V, padded to 128s where it is no multiple of 8",
     # the work
-    "B": "sequences in a batch (on one GPU)",
+    "B": "sequences in a batch (of one GPU, or of the tensor-parallel ranks that share it)",
     "S": "tokens in a sequence",
+    "S_r": "tokens of a sequence in one GPU's residual stream: S, or S / G_t where that is whole",
+    "m": "micro-batches in an update",
     "n_s": "rows of logits a fused loss holds at a time",
     "A": "query-key pairs of a sequence: who attends to whom",
     "M": "tokens of a sequence that pass through the layers, over the whole generation",
@@ -46,12 +49,23 @@ SYMBOLS = {
     "b_s": "bytes per number in unfused attention's products",
     "b_kv": "bytes per number in the KV cache",
     # the machines
+    "G": "number of GPUs",
     "R": "GPUs the state is split over",
+    "G_d": "data-parallel ranks, G / G_t: each has batches of its own",
+    "G_t": "tensor-parallel ranks: GPUs that share one batch",
+    "W_d": "bytes/s a GPU sends to its neighbour in a ring of data-parallel ranks",
+    "W_t": "bytes/s a GPU sends to its neighbour in a ring of tensor-parallel ranks",
+    "X_d": "bytes a GPU sends to data-parallel ranks in a step",
+    "X_t": "bytes a GPU sends to tensor-parallel ranks in a step",
+    "F_step": "FLOPs of a micro-batch, convention full",
+    "F_again": "FLOPs of a micro-batch that checkpointing repeats",
+    "t_c": "seconds of arithmetic in a step",
+    "t_d": "seconds of data-parallel communication in a step",
+    "t_t": "seconds of tensor-parallel communication in a step",
     "F_peak": "FLOP/s of the machine, dense, in the matmuls' dtype",
     "F_32": "FLOP/s of the machine in float32 matmuls",
     "M_bw": "bytes/s between the machine's memory and its cores",
     "u": "MFU: the fraction of F_peak a run reaches",
-    "G": "number of GPUs",
     "D": "tokens to train on",
 }
 
@@ -59,13 +73,16 @@ V, N_ctx, d, L = Sym("V"), Sym("N_ctx"), Sym("d"), Sym("L")
 H, H_kv, d_h, d_ff = Sym("H"), Sym("H_kv"), Sym("d_h"), Sym("d_ff")
 E, k, W, N = Sym("E"), Sym("k"), Sym("W"), Sym("N")
 B, S, A, C, P, T = Sym("B"), Sym("S"), Sym("A"), Sym("C"), Sym("P"), Sym("T")
+S_r, m, N_vec = Sym("S_r"), Sym("m"), Sym("N_vec")
 M, N_all, N_layer, N_matrices = Sym("M"), Sym("N_all"), Sym("N_layer"), Sym("N_matrices")
 N_tied, V_p, n_s = Sym("N_tied"), Sym("V_p"), Sym("n_s")
 r, N_lora = Sym("r"), Sym("N_lora")
 b_w, b_g, b_m, b_a = Sym("b_w"), Sym("b_g"), Sym("b_m"), Sym("b_a")
 b_r, b_c, b_s, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_s"), Sym("b_kv")
 R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")
-u, G, D = Sym("u"), Sym("G"), Sym("D")
+u, G, D, G_d, G_t = Sym("u"), Sym("G"), Sym("D"), Sym("G_d"), Sym("G_t")
+W_d, W_t, X_d, X_t = Sym("W_d"), Sym("W_t"), Sym("X_d"), Sym("X_t")
+F_step, F_again, t_c, t_d, t_t = (Sym(n) for n in ("F_step", "F_again", "t_c", "t_d", "t_t"))
 
 
 def model_symbols(config: ModelConfig) -> dict[str, Number]:

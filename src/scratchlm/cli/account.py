@@ -75,7 +75,17 @@ def account(
         str, typer.Option(help="A GPU by name, or `this` to measure this machine.")
     ] = DEFAULT_GPU,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
-    parallel: Annotated[str, typer.Option(help="none, ddp, fsdp or tp.")] = "none",
+    parallel: Annotated[
+        str, typer.Option(help="zero1, fsdp, tp or ddp; none on several GPUs means zero1.")
+    ] = "none",
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks: GPUs that share a layer and a batch.")
+    ] = None,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches in an update.")] = 1,
+    link: Annotated[
+        float | None,
+        typer.Option(help="GB/s out of a GPU; unsaid: the GPU's own, and 50 to other nodes."),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens to train on: 300B; default: 20 per parameter.")
     ] = None,
@@ -87,6 +97,9 @@ def account(
     sweep: Annotated[
         str | None, typer.Option(help="Vary one size: context_length=1024..131072 doubles it.")
     ] = None,
+    plans: Annotated[
+        bool, typer.Option("--plans", help="What 8 to 1,024 GPUs come to, plan by plan.")
+    ] = False,
     fits: Annotated[
         str | None, typer.Option(help="The largest batch, context and model in a memory: 24GiB.")
     ] = None,
@@ -117,6 +130,8 @@ def account(
         raise ValueError("--json and --csv exclude each other")
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
+    if plans and (gpus > 1 or parallel != "none"):
+        raise ValueError("--plans shows 8 to 1,024 GPUs; it excludes --gpus and --parallel")
     if len(models) > 1 and not compare:
         raise ValueError(f"several models need --compare; got {' '.join(models)}")
     setup = Setup(
@@ -131,26 +146,29 @@ def account(
         optimizer=optimizer,
         execution=Execution(attention=attention, loss=loss, checkpointing=checkpointing),
         accumulate=accumulate,
+        micro_batches=micro_batches,
         parallel=_parallel(parallel, gpus),
-        gpus=gpus,
+        gpus=(tp or 1) if plans else gpus,
+        tp=tp,
         quantize=quantize,
     )
     configs = {name: find_model(name) for name in models}
     if lora is not None:
-        if verify or compare or sweep or fits or csv or html or plot:
+        if verify or compare or sweep or fits or plans or csv or html or plot:
             raise ValueError("--lora shows one model, as a table or with --json")
         _lora(*next(iter(configs.items())), setup, lora, targets, json)
         return
     if targets is not None:
         raise ValueError("--targets needs --lora")
     money = {"tokens": parse_count(tokens) if tokens else None, "mfu": mfu, "price": price}
+    money["link"] = None if link is None else link * 1e9
     output = "json" if json else "csv" if csv else "table"
     name, config = next(iter(configs.items()))
     if html is not None:
-        if verify or compare or sweep or fits or quantize:
+        if verify or compare or sweep or fits or plans or quantize:
             raise ValueError(
                 "--html shows one model, not quantised; it excludes --compare, --sweep, --fits, "
-                "--verify and --quantize"
+                "--plans, --verify and --quantize"
             )
         _write_page(html, name, config, setup, convention, _machine(gpu), money)
         if output == "table" and plot is None:
@@ -162,8 +180,10 @@ def account(
         _show_rows(first, rows, output, plot)
     elif fits:
         _fits(name, config, setup, fits, output)
+    elif plans:
+        _plans(name, config, setup, _machine(gpu), mfu, money["link"], output)
     else:
-        _show(name, config, setup, convention, _machine(gpu), money, output, plot)
+        _show(name, config, setup, convention, _machine(gpu), money, output, plot, parallel)
 
 
 def _lora(
@@ -203,8 +223,8 @@ def _print_legend() -> None:
 
 
 def _parallel(parallel: str, gpus: int) -> str:
-    """Default to data parallelism for several GPUs."""
-    return "ddp" if parallel == "none" and gpus > 1 else parallel
+    """Default to ZeRO-1 for several GPUs."""
+    return "zero1" if parallel == "none" and gpus > 1 else parallel
 
 
 def _machine(name: str) -> Machine:
@@ -234,9 +254,10 @@ def _show(
     money: dict[str, Any],
     output: str,
     plot: Path | None,
+    parallel: str,
 ) -> None:
     from scratchlm import accounting
-    from scratchlm.cli import account_output, account_tables
+    from scratchlm.cli import account_output, account_parallel, account_tables
 
     result = accounting.account(config, setup, machine=machine, convention=convention, **money)
     if plot is not None:
@@ -257,10 +278,35 @@ def _show(
         account_tables.print_serving_memory(console, result)
         if result.roofline is not None:
             account_tables.print_roofline(console, result.roofline)
+        if learns and setup.gpus > 1:
+            account_parallel.print_projection(console, result, parallel)
         if result.training is not None and learns:
             account_tables.print_training(console, result.training)
     if plot is not None:
         say(f"wrote {plot}", err=True)
+
+
+def _plans(
+    name: str,
+    config: ModelConfig,
+    setup: Setup,
+    machine: Machine,
+    mfu: float,
+    link: float | None,
+    output: str,
+) -> None:
+    """Print what each number of GPUs comes to, plan by plan."""
+    from scratchlm import accounting
+    from scratchlm.cli import account_parallel, account_tables
+
+    found = accounting.plans(config, setup, machine, mfu, link)
+    if output != "table":
+        say(account_parallel.plans_text(found, as_json=output == "json"))
+        return
+    console = _console()
+    account_tables.print_header(console, name, config)
+    console.print()
+    account_parallel.print_plans(console, found, machine)
 
 
 def _write_page(

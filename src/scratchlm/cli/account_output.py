@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scratchlm.accounting import Account, Item, Summary, component_shares
+from scratchlm.cli.account_parallel import projection_dict
 from scratchlm.config import to_dict
 from scratchlm.durable import write_atomically
 
@@ -45,6 +46,8 @@ def account_json(result: Account) -> str:
             "days": run.days,
             "gpu_hours": run.gpu_hours,
         }
+    if result.projection is not None:
+        table["projection"] = projection_dict(result.projection)
     return json.dumps(table, indent=2, ensure_ascii=False)
 
 
@@ -57,6 +60,11 @@ def account_csv(result: Account) -> str:
     sections += [(f"flops {name}", item) for name, item in result.flops.items()]
     sections += [("training memory", result.memory.training)]
     sections += [("serving memory", result.memory.serving)]
+    if result.projection is not None:
+        found = result.projection
+        sections += [("sent", found.sent), ("projected step", found.step)]
+        sections += [("projected step", found.overlapped)]
+        sections += [("projected", found.tokens), ("projected", found.tokens_overlapped)]
     for section, tree in sections:
         _write_items(writer, section, tree, "")
     for part in result.roofline.parts if result.roofline else ():

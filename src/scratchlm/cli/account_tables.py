@@ -72,7 +72,8 @@ def exact(value: float) -> str:
 _MAY_WRAP = ("formula", "with numbers", "meaning", "component", "largest model of this shape")
 
 
-def _table(title: str | None, *columns: tuple[str, str], header: bool = True) -> Table:
+def make_table(title: str | None, *columns: tuple[str, str], header: bool = True) -> Table:
+    """Make an empty table in the account's style; columns are (name, justify)."""
     table = Table(
         title=title,
         title_justify="left",
@@ -118,7 +119,7 @@ def print_tree(
     columns = [("item", "left"), ("formula", "left")]
     columns += [("with numbers", "left")] if wide else []
     columns += [(unit if unit != "bytes" else "memory", "right"), ("share", "right")]
-    table = _table(title, *columns)
+    table = make_table(title, *columns)
 
     def add(item: Item, level: int, whole: float) -> None:
         value = human(item.value, "bytes") if unit == "bytes" else exact(item.value)
@@ -160,7 +161,7 @@ def print_parameters(console: Console, counts: Parameters) -> None:
         ("in matmuls", counts.matmul, "N_matmul of the MFU convention"),
     )
     columns = (("count", "left"), ("", "right"), ("", "right"), ("meaning", "left"))
-    table = _table(None, *columns, header=False)
+    table = make_table(None, *columns, header=False)
     for name, value, says in rows:
         table.add_row(name, f"{value:,}", f"{value * 4 / 1e9:.2f} GB fp32", says)
     console.print(table)
@@ -173,7 +174,7 @@ def print_flops(console: Console, result: Account, convention: str) -> None:
     title = f"FLOPs of {result.setup.phase} ({where}), convention {convention}"
     print_tree(console, title, result.flops[convention], "FLOP", note=True)
     columns = (("convention", "left"), ("FLOP", "right"), ("of full", "right"), ("meaning", "left"))
-    table = _table("Conventions", *columns)
+    table = make_table("Conventions", *columns)
     words = {
         "full": "every matmul as written, attention S×S",
         "causal": "only what must be done",
@@ -224,7 +225,7 @@ def print_serving_memory(console: Console, result: Account) -> None:
 def print_roofline(console: Console, line: Roofline) -> None:
     """Print every component's time at the machine's limits."""
     wide = console.width >= WIDE
-    table = _table(
+    table = make_table(
         f"Time of {line.phase} at the limits of {line.machine}",
         ("component", "left"),
         ("FLOP", "right"),
@@ -256,7 +257,7 @@ def print_roofline(console: Console, line: Roofline) -> None:
 def print_training(console: Console, run: Training) -> None:
     """Print days and dollars."""
     columns = (("", "left"), ("", "right"), ("meaning", "left"))
-    table = _table("A training run", *columns, header=False)
+    table = make_table("A training run", *columns, header=False)
     times = f"{run.tokens / run.suggested_tokens:.2g} × the suggested"
     source = f"{human(run.suggested_tokens)}: 20 per parameter, arXiv:2203.15556"
     table.add_row("tokens", human(run.tokens), f"{times} {source}")
@@ -275,7 +276,7 @@ def print_training(console: Console, run: Training) -> None:
 def print_fits(console: Console, answers: dict[str, Fits]) -> None:
     """Print the inverse questions' answers."""
     memory = human(next(iter(answers.values())).memory, "bytes")
-    table = _table(
+    table = make_table(
         f"What fits {memory}",
         ("", "left"),
         ("needed now", "right"),
@@ -298,7 +299,7 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
     """Print models, or points of a sweep, one per row."""
     wide = console.width >= WIDE
     parts = list(rows[0].shares)
-    table = _table(
+    table = make_table(
         title,
         (first, "right" if first != "model" else "left"),
         ("parameters", "right"),
@@ -323,7 +324,7 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
         )
     console.print(table)
     if not wide and parts:
-        shares_table = _table(
+        shares_table = make_table(
             "Shares of the FLOPs", (first, "left"), *((name, "right") for name in parts)
         )
         for row in rows:
@@ -337,7 +338,7 @@ def print_checks(
     console: Console, checks: Sequence[Check], unseen: dict[str, str], on_gpu: bool
 ) -> None:
     """Print what was compared, and what a counter cannot see."""
-    table = _table(
+    table = make_table(
         "The account against the real model",
         ("what", "left"),
         ("predicted", "right"),
