@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from parallel.saved import ROWS, SAVED
 from scratchlm import config as c
 from scratchlm import generate
 from scratchlm.checkpoint import TRAINING_STATE, checkpoint_path, read_tensors, write_sharded
@@ -46,7 +47,7 @@ MODELS = {
     "experts": MODEL.replace(ffn=c.MoE(4, 2, load_balance_weight=0.05)),
     "post-norm": MODEL.replace(norm_placement="post"),
 }
-ROWS, SEQ = 12, 16
+SEQ = 16
 
 
 @contextlib.contextmanager
@@ -148,9 +149,6 @@ def precision(out):
                 updated = {str(p.dtype) for p in learner.layout.updated.values()}
                 found[kind] = [alone, together, dtypes, sorted(updated)]
     write(out, found)
-
-
-SAVED = TrainConfig(steps=8, batch_size=ROWS, eval_every=4, save_every=4, lr=3e-3, keep_last=9)
 
 
 def resumes(out, sizes=((1, 2, 4), (1, 2, 3, 4)), kinds=({}, {"parallel": "fsdp"})):

@@ -40,6 +40,7 @@ from scratchlm.accounting.symbols import (
     b_a,
     b_g,
     b_r,
+    b_w,
     d,
     m,
 )
@@ -48,7 +49,7 @@ from scratchlm.config import ModelConfig
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 NOT_COUNTED = {
     "scalars": "the loss, the number of targets and the gradient's norm are all-reduced",
-    "norms' gradients under tp": "all-reduced, (2·L + 1)·d numbers",
+    "norms' gradients under tp": "all-reduced, 2·L·d numbers; normed heads and routers too",
     "what checkpointing repeats under tp": "a recomputed layer gathers and scatters again",
     "latency": "a hop of a ring costs microseconds whatever its payload; times count bytes alone",
 }
@@ -130,7 +131,7 @@ def _among_data_ranks(exchange: str) -> list[Exchange]:
     if exchange == "fsdp":
         return [
             of("blocks, forward", ALL_GATHER, m * L, b_a * N_layer),
-            of("ends", ALL_GATHER, m, b_a * ends),
+            of("ends", ALL_GATHER, m, b_w * ends),
             of("blocks, backward", ALL_GATHER, m * L, b_a * N_layer),
             of("block gradients", REDUCE_SCATTER, m * L, b_g * N_layer),
             of("end gradients", REDUCE_SCATTER, m, b_g * ends),
@@ -149,19 +150,19 @@ def _among_tensor_ranks(sequence: bool) -> list[Exchange]:
             of("embedding", ALL_REDUCE, Num(1), b_r * ACTIVATIONS),
             of("layers, forward", ALL_REDUCE, 2 * L, activations),
             loss,
-            of("LM head's input, backward", ALL_REDUCE, Num(1), activations),
+            of("LM head's input, backward", ALL_REDUCE, Num(1), b_r * ACTIVATIONS),
             of("layers, backward", ALL_REDUCE, 2 * L, activations),
         ]
     return [
-        of("embedding", REDUCE_SCATTER, Num(1), b_r * ACTIVATIONS),
+        of("embedding", ALL_REDUCE, Num(1), b_r * ACTIVATIONS),
         of("layers' inputs, forward", ALL_GATHER, 2 * L, activations),
         of("layers' sums, forward", REDUCE_SCATTER, 2 * L, activations),
-        of("LM head's input", ALL_GATHER, Num(1), activations),
+        of("last layer's output", ALL_GATHER, Num(1), b_r * ACTIVATIONS),
         loss,
-        of("LM head's input, backward", REDUCE_SCATTER, Num(1), activations),
+        of("LM head's input, backward", ALL_REDUCE, Num(1), b_r * ACTIVATIONS),
         of("layers' sums, backward", ALL_GATHER, 2 * L, activations),
         of("layers' inputs, backward", REDUCE_SCATTER, 2 * L, activations),
-        of("embedding, backward", ALL_GATHER, Num(1), b_r * ACTIVATIONS),
+        of("first layer's input, backward", ALL_GATHER, Num(1), b_r * ACTIVATIONS),
     ]
 
 

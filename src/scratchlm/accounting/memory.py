@@ -120,27 +120,27 @@ def derived(config: ModelConfig) -> dict[str, Expr]:
     """Return the formulas of counts that other formulas name."""
     per_layer = total([part.expr for part in layer_parts(config)])
     matrices = [
-        leaf.expr for part in layer_parts(config) for leaf in part.parts if not _is_vector(leaf)
+        leaf.expr for part in layer_parts(config) for leaf in part.parts if not _is_wide(leaf)
     ]
     return {
         "N_all": parameter_tree(config).expr,
         "N_layer": per_layer,
         "N_matrices": total(matrices),
-        "N_vec": _vectors(parameter_tree(config)),
+        "N_wide": _wide(parameter_tree(config)),
         "N_tied": V * d if config.tie_embeddings else Num(0),
         "V_p": PADDED_VOCABULARY,
     }
 
 
-def _is_vector(node: Node) -> bool:
-    return "bias" in node.name or "norm" in node.name
+def _is_wide(node: Node) -> bool:
+    return any(word in node.name for word in ("bias", "norm", "embeddings"))
 
 
-def _vectors(node: Node) -> Expr:
-    """Return how many of a tree's parameters are norms and biases."""
+def _wide(node: Node) -> Expr:
+    """Return how many of a tree's parameters are norms, biases and embeddings."""
     if not node.parts:
-        return node.expr if _is_vector(node) else Num(0)
-    return node.times * total([_vectors(part) for part in node.parts])
+        return node.expr if _is_wide(node) else Num(0)
+    return node.times * total([_wide(part) for part in node.parts])
 
 
 def kv_cache_bytes() -> Expr:

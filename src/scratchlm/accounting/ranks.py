@@ -4,7 +4,7 @@
     zero1  the weights as products read them and the gradients, whole; of float32 weights and
            moments one of R shares, and that share of the reduced gradients at the update
     fsdp   of weights, gradients and moments one of R shares; two blocks gathered at a time
-    tp     heads, d_ff (or experts) and vocabulary divided by G_t, and the sequence of norms and
+    tp     heads, d_ff and vocabulary divided by G_t, and the sequence of norms and
            residuals where it divides: the same formulas with smaller numbers
 
 tp goes with each of the others.
@@ -24,7 +24,7 @@ from scratchlm.accounting.symbols import (
     L,
     N_all,
     N_layer,
-    N_vec,
+    N_wide,
     R,
     V,
     b_a,
@@ -33,24 +33,23 @@ from scratchlm.accounting.symbols import (
     b_w,
     d_ff,
 )
-from scratchlm.config import ModelConfig, MoE
+from scratchlm.config import ModelConfig
 
-# What one of G_t ranks has; the last one's vocabulary may be shorter. Of a mixture it has E / G_t
-# whole experts, which is as many numbers as d_ff / G_t of each.
+# What one of G_t ranks has, at most; of a mixture it has a part of every expert.
 RANK_SHARE: dict[str, Expr] = {
     "H": H / G_t,
     "H_kv": H_kv / G_t,
-    "d_ff": d_ff / G_t,
+    "d_ff": ceil_div(d_ff, G_t),
     "V": ceil_div(V, G_t),
 }
-# The weights as products read them: matrices in the matmuls' dtype, vectors as they are stored.
-COMPUTE_COPY = b_a * (N_all - N_vec) + b_w * N_vec
+# The weights as ranks compute with them: what products alone read in the matmuls' dtype, and what
+# begins or multiplies the residual stream as it is stored.
+COMPUTE_COPY = b_a * (N_all - N_wide) + b_w * N_wide
 
 
 def divided_sizes(config: ModelConfig) -> dict[str, str]:
     """Return what tensor parallelism must divide: symbol -> field."""
-    wide = {"E": "num_experts"} if isinstance(config.ffn, MoE) else {"d_ff": "d_ff"}
-    return {"H": "num_heads", "H_kv": "num_kv_heads", **wide}
+    return {"H": "num_heads", "H_kv": "num_kv_heads"}
 
 
 def as_executed(setup: Setup) -> Setup:
@@ -72,8 +71,8 @@ def weights(setup: Setup) -> Node:
         return leaf("weights", b_w * N_all / split(setup))
     beside = least(b_w, 2 * b_c)  # float32 beside 16 bits; without 16 bits there is one kind
     parts = [
-        leaf("for the products", COMPUTE_COPY, note="whole; vectors as they are"),
-        leaf("to update", beside * (N_all - N_vec) / R, note="this rank's share of the matrices"),
+        leaf("for the products", COMPUTE_COPY, note="whole; norms, biases, embeddings as stored"),
+        leaf("to update", beside * (N_all - N_wide) / R, note="this rank's share of the matrices"),
     ]
     return group("weights", parts)
 
@@ -86,7 +85,7 @@ def parallel_buffers(setup: Setup) -> list[Node]:
         low = b_a  # blocks are gathered in the dtype they compute in
         return [
             leaf("gathered blocks", 2 * low * N_layer, note="this one and the next"),
-            leaf("gathered ends", low * (N_all - L * N_layer), note="embedding and LM head"),
+            leaf("gathered ends", b_w * (N_all - L * N_layer), note="embedding and LM head"),
             leaf("block gradient to scatter", b_g * N_layer),
         ]
     return []

@@ -22,7 +22,7 @@ SYMBOLS = {
     "N_all": "all parameters, tied weights once",
     "N_layer": "parameters of one layer",
     "N_matrices": "parameters of one layer's matrices: no norms, no biases",
-    "N_vec": "parameters that are vectors: norms and biases",
+    "N_wide": "parameters that stay wide beside 16-bit ones: norms, biases, embeddings",
     "N_tied": "parameters of the table that is both embedding and LM head (0: untied)",
     "r": "rank of an adapter",
     "N_lora": "parameters of an adapter",
@@ -73,7 +73,7 @@ V, N_ctx, d, L = Sym("V"), Sym("N_ctx"), Sym("d"), Sym("L")
 H, H_kv, d_h, d_ff = Sym("H"), Sym("H_kv"), Sym("d_h"), Sym("d_ff")
 E, k, W, N = Sym("E"), Sym("k"), Sym("W"), Sym("N")
 B, S, A, C, P, T = Sym("B"), Sym("S"), Sym("A"), Sym("C"), Sym("P"), Sym("T")
-S_r, m, N_vec = Sym("S_r"), Sym("m"), Sym("N_vec")
+S_r, m, N_wide = Sym("S_r"), Sym("m"), Sym("N_wide")
 M, N_all, N_layer, N_matrices = Sym("M"), Sym("N_all"), Sym("N_layer"), Sym("N_matrices")
 N_tied, V_p, n_s = Sym("N_tied"), Sym("V_p"), Sym("n_s")
 r, N_lora = Sym("r"), Sym("N_lora")

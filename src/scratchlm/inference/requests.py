@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+import torch.distributed as dist
+
 from scratchlm.config import ModelConfig
 from scratchlm.inference.prompts import AnyTokenizer, Prompts, default_eos_ids, prompt_rows
 from scratchlm.inference.rows import Row
@@ -82,6 +84,8 @@ def generation_limits(
 
 def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if seed is None:
+        if dist.is_available() and dist.is_initialized():
+            raise ValueError("several ranks must draw alike: give a seed")
         return [secrets.randbits(63) for _ in range(rows)]
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]

@@ -117,6 +117,9 @@ class Zero1:
                 grad = self.parameters[rows.name].grad
                 if grad is not None:
                     place.copy_(rows.of(grad))
+        if self.size == 1:
+            self._sent.append((None, sums[0]))
+            return
         own = torch.empty(bucket.width, device=first.device)
         work = reduce_scatter(own, sums.view(-1), group=self.group, async_op=True)
         self._sent.append((work, own))
@@ -135,7 +138,8 @@ class Zero1:
         for bucket in self.buckets[len(self._sent) :]:
             self._send(bucket)
         for bucket, (work, own) in zip(self.buckets, self._sent, strict=True):
-            work.wait()
+            if work is not None:
+                work.wait()
             for rows, place in self._places(bucket.shares[self.rank], own):
                 p = self.updated[rows.name]
                 p.grad = place.view_as(p)
@@ -189,8 +193,10 @@ class Zero1:
             own = torch.zeros(bucket.width, dtype=bucket.dtype, device=first.device)
             for rows, place in self._places(bucket.shares[self.rank], own):
                 place.copy_(self.updated[rows.name].detach().view(place.shape))
-            every = own.new_empty(self.size, bucket.width)
-            work = all_gather(every.view(-1), own, group=self.group, async_op=True)
+            every, work = own[None], None
+            if self.size > 1:
+                every = own.new_empty(self.size, bucket.width)
+                work = all_gather(every.view(-1), own, group=self.group, async_op=True)
             if waiting is not None:  # one bucket travels while another is put in its place
                 self._receive(*waiting)
             waiting = bucket, work, every
@@ -198,7 +204,8 @@ class Zero1:
             self._receive(*waiting)
 
     def _receive(self, bucket: Bucket, work: Any, every: Tensor) -> None:
-        work.wait()
+        if work is not None:
+            work.wait()
         for share, buffer in zip(bucket.shares, every, strict=True):
             for rows, place in self._places(share, buffer):
                 rows.of(self.parameters[rows.name].data).copy_(place)
