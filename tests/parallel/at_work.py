@@ -275,7 +275,7 @@ if __name__ == "__main__":
     work, out = sys.argv[1], Path(sys.argv[2])
     match work:
         case "curves":
-            curves(out / "found.json")
+            curves(out / "found.json", steps=3)
         case "long-curves":
             curves(out / "found.json", steps=50)
         case "small":

@@ -1,0 +1,141 @@
+"""Ranks that die: the job ends, nothing is lost, and the resumed run is the uninterrupted one."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scratchlm.checkpoint import find_checkpoints
+from scratchlm.parallel.launch import without_gpus
+from training.tiny import write_data
+
+MODEL = [
+    *("model.d_model=32", "model.num_layers=2", "model.num_heads=4", "model.context_length=32"),
+    *("train.batch_size=8", "train.eval_every=0", "train.save_every=5", "train.rank_timeout=60"),
+]
+
+
+def command(out, data, steps, *, resume=False):
+    words = ["train", str(data / "train.bin"), "--out", str(out), "--device", "cpu", *MODEL]
+    return [*words, f"train.steps={steps}", *(["--resume"] if resume else [])]
+
+
+def start(words, ranks=2):
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, "scratchlm", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def ranks_of(job):
+    """Return the processes that a launcher has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == job.pid:
+            found.append(int(status.parent.name))
+    return sorted(found)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def log_of(out):
+    lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def one_process(out, data, steps):
+    words = [*command(out, data, steps), "train.micro_batch_size=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    made = subprocess.run([sys.executable, "-m", "scratchlm", *words], env=environment, check=True)
+    assert made.returncode == 0
+    return log_of(out)
+
+
+def kill_and_resume(tmp_path, kills, steps, seed):
+    """Kill a rank again and again; return the log of the run at its end."""
+    draw, data, out = random.Random(seed), write_data(tmp_path / "data"), tmp_path / "killed"
+    resume = False
+    for _ in range(kills):
+        before = {path.name for path in find_checkpoints(out)}
+        job = start(command(out, data, steps, resume=resume))
+        wait_for(lambda known=before: {p.name for p in find_checkpoints(out)} - known)
+        time.sleep(draw.random() * 0.2)  # often inside a write
+        os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
+        told, _ = job.communicate(timeout=90)
+        assert job.returncode != 0, told
+        assert "exitcode  : -9" in told, told[-2000:]  # which rank, and why
+        resume = True
+    job = start(command(out, data, steps, resume=True))
+    told, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, told[-3000:]
+    left = [path.name for path in (out / "checkpoints").iterdir()]
+    assert all(name.startswith("step-") for name in left), left
+    return log_of(out), one_process(tmp_path / "whole", data, steps)
+
+
+def test_a_killed_rank_ends_the_job_and_the_resumed_run_is_the_uninterrupted_one(tmp_path):
+    killed, whole = kill_and_resume(tmp_path, kills=1, steps=40, seed=0)
+    assert killed == whole  # of two ranks and of two micro-batches: to the bit
+
+
+@pytest.mark.slow
+def test_fifty_kills_of_a_rank_lose_nothing(tmp_path):
+    killed, whole = kill_and_resume(tmp_path, kills=50, steps=400, seed=1)
+    assert killed == whole
+
+
+@pytest.mark.slow
+def test_sigterm_saves_once_and_stops_all_ranks(tmp_path):
+    data, out = write_data(tmp_path / "data"), tmp_path / "run"
+    job = start(command(out, data, 5_000))
+    wait_for(lambda: find_checkpoints(out))
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=90)
+    assert job.returncode != 0
+    last = int(find_checkpoints(out)[-1].name.removeprefix("step-"))
+    assert log_of(out)[-1][0] == last  # the step it stopped at is saved
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_job_within_the_time_limit(tmp_path):
+    data, out = write_data(tmp_path / "data"), tmp_path / "run"
+    job = start([*command(out, data, 5_000), "train.rank_timeout=5"])
+    wait_for(lambda: find_checkpoints(out))
+    began = time.monotonic()
+    os.kill(ranks_of(job)[-1], signal.SIGSTOP)
+    told, _ = job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert "error:" in told
+    assert "the job ends" in told
+    assert time.monotonic() - began < 5 + 30 + 40  # the limit, torchrun's patience, a slow machine
+
+
+def test_a_machine_with_fewer_gpus_is_named(tmp_path):
+    words = ["train", "x.txt", "--gpus", "512"]
+    made = subprocess.run(
+        [sys.executable, "-m", "scratchlm", *words], capture_output=True, text=True
+    )
+    assert made.returncode == 2
+    assert made.stderr.startswith("error: --gpus 512: this machine has ")
+    assert without_gpus(["train", "--gpus", "8", "x", "--gpus=8", "--out", "y"]) == [
+        *("train", "x", "--out", "y")
+    ]
