@@ -55,6 +55,9 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/loading.py
 	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
+	$(BIN)/python bench/speculation.py
+	$(BIN)/python bench/quantized.py quality --text $(SHAKESPEARE)
+	$(BIN)/python bench/quantized.py speed
 
 # Needs a GPU. BENCH_PYTHON=python3 runs it from the checkout, with whatever torch is there.
 BENCH_PYTHON ?= $(BIN)/python
@@ -66,6 +69,8 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/engine.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/evaluate.py --device cuda --dtype bfloat16 --preset qwen3-0.6b --cases 64 --batch-size 64
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/quantized.py gpu
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/speculation.py --device cuda --size "1.6 B"
 
 # Rewrites the generated pages, then builds the site into site/ (index.html opens in a browser).
 docs: $(STAMP)

@@ -1,14 +1,19 @@
 """Quantised weights beside llama.cpp: speed on a CPU, quality of a trained model, a GPU's products.
 
     python bench/quantized.py speed [--shape "124 M"] [--threads 1 2] [--rounds 3]
-    python bench/quantized.py quality --model RUN --text FILE
+    python bench/quantized.py quality --text FILE [--model RUN]
     python bench/quantized.py gpu [--shape "7 B"]
 
 speed: both read the same GGUF file, each in a process of its own, by turns; the best of the rounds
 counts. Ours is `load_model` and `stream`, greedy; llama.cpp (through cyllama) is fed one token
-after the other, without choosing any. quality: the same rule and the same engine, with the bytes
-our quantiser gives and with those of llama.cpp's (`ggml_quantize_chunk`, out of the xllamacpp
-wheel). gpu: all products of a step of one row, recorded in a CUDA graph, and `generate`.
+after the other, without choosing any. All shapes and formats take most of an hour.
+
+quality: of a run, or of a small model that is trained here on the text's first nine tenths, a few
+minutes; measured on its end. Each format with the bytes our quantiser gives, with those of
+llama.cpp's (`ggml_quantize_chunk`, out of the xllamacpp wheel) by the same rule, and with the file
+that llama.cpp makes of the model by its own rule (through cyllama): all run by our engine.
+
+gpu: all products of a step of one row, recorded in a CUDA graph, and `generate`.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ import copy
 import ctypes
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,10 +38,13 @@ import torch
 from results import machine, table, versions, write_section
 from scratchlm import ModelConfig, TransformerLM, acceleration, generate, load_model, preset, stream
 from scratchlm.config import Rotary
+from scratchlm.errors import ScratchLMError
 from scratchlm.inference import Sampling
+from scratchlm.interop import write_gguf
+from scratchlm.ops.quantized import quantize
 from scratchlm.quantization import convert
 from scratchlm.quantization.convert import held_bytes, quantize_model
-from scratchlm.quantization.rule import bytes_per_row
+from scratchlm.quantization.rule import bytes_per_row, choose
 
 PROMPT, NEW, CONTEXT = 512, 64, 1024
 HALF = Rotary(layout="half")
@@ -47,21 +58,38 @@ GPU_SHAPES = {
     "GPT-2 XL": preset("gpt2-xl"),
     "7 B": ModelConfig(32_000, 4096, 4096, 32, 32, d_ff=11_008, positions=HALF),
 }
-FORMATS = ("float32", "q8_0", "q4_0", "q4_k", "q4_k_m")
+WIDE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMATS = (*WIDE, "q8_0", "q6_k", "q4_k_m", "q4_k", "q4_0")
 GREEDY = Sampling(temperature=0.0)
 GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q6_k": 14}
+FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k": 14, "q4_k_m": 15, "q6_k": 18}  # llama.cpp's numbers
+TRAINED = (
+    *("--vocab-size", "512", "--steps", "600", "model.d_model=256", "model.num_layers=4"),
+    *("model.num_heads=4", "model.d_ff=768", "model.context_length=128", "train.batch_size=8"),
+    "train.lr=2e-3",
+)
 
 
 # Speed on a CPU
 
 
 def write_model(path: Path, config: ModelConfig, format: str) -> Path:
-    """Write a random model as a GGUF file."""
-    from scratchlm.interop.gguf_writing import write_gguf
+    """Write a random model as a GGUF file.
 
+    Of a matrix to quantise only a few rows are, and stand for the others: speed does not depend on
+    what they hold.
+    """
     torch.manual_seed(0)
     state = TransformerLM(config).state_dict()
-    return write_gguf(path, config, state, quantize=None if format == "float32" else format)
+    if format in WIDE:
+        return write_gguf(path, config, state, dtype=WIDE[format])
+    for choice in choose(config, format):
+        if choice.format is not None:
+            weight = state.pop(choice.name)
+            few = quantize(weight[:16], choice.format)
+            repeated = few.repeat(-(-len(weight) // 16), 1)[: len(weight)]
+            state[choice.stored_name] = repeated
+    return write_gguf(path, config, state)
 
 
 def measure_ours(path: str, threads: int) -> dict[str, float]:
@@ -123,35 +151,39 @@ def in_a_process(who: str, path: Path, threads: int) -> dict[str, float]:
     return found
 
 
-def speed(shapes: list[str], formats: list[str], threads: list[int], rounds: int) -> str:
+def speed(shape: str, formats: list[str], threads: list[int], rounds: int) -> str:
     """Measure both, by turns."""
-    rows = []
+    rows, config = [], SHAPES[shape]
     with tempfile.TemporaryDirectory() as folder:
-        for shape in shapes:
-            for format in formats:
-                path = write_model(Path(folder) / "model.gguf", SHAPES[shape], format)
-                for count in threads:
-                    ours, theirs = [], []
-                    for _ in range(rounds):
-                        ours.append(in_a_process("ours", path, count))
-                        theirs.append(in_a_process("theirs", path, count))
-                    rows.append(_speed_row(shape, format, count, ours, theirs))
-                    print(*rows[-1], sep=" | ", flush=True)
-                path.unlink()
-    header = ["shape", "format", "MB", "threads"]
-    header += [f"{what}, {who}" for what in ("decode", "prompt") for who in ("ours", "llama.cpp")]
-    return table([*header, "decode ×", "prompt ×"], rows)
+        for format in formats:
+            path = write_model(Path(folder) / "model.gguf", config, format)
+            bits = 8 * path.stat().st_size / _num_weights(TransformerLM(config, device="meta"))
+            for count in threads:
+                ours, theirs = [], []
+                for _ in range(rounds):
+                    ours.append(in_a_process("ours", path, count))
+                    theirs.append(in_a_process("theirs", path, count))
+                rows.append([format, f"{bits:.2f}", count, *_best(ours, theirs)])
+                print(shape, *rows[-1], sep=" | ", flush=True)
+            path.unlink()
+    header = ["format", "bits", "threads"]
+    for what in ("decode", "prompt"):
+        header += [f"{what}, ours", f"{what}, llama.cpp", "×"]
+    body = table(header, rows)
+    body += f"\n\nTokens/s: {NEW} tokens one by one, and a prompt of {PROMPT}; best of {rounds} "
+    return body + f"rounds. Load average at the end: {os.getloadavg()[0]:.1f}."
 
 
-def _speed_row(shape, format, threads, ours, theirs):  # type: ignore[no-untyped-def]
-    best = {
-        (what, i): max(found[what] for found in runs)
-        for i, runs in enumerate((ours, theirs))
-        for what in ("decode", "prompt")
-    }
-    rates = [f"{best[what, i]:,.1f}" for what in ("decode", "prompt") for i in (0, 1)]
-    ratios = [f"{best[what, 0] / best[what, 1]:.2f}" for what in ("decode", "prompt")]
-    return [shape, format, f"{ours[0]['MB']:,.0f}", threads, *rates, *ratios]
+def _num_weights(model: TransformerLM) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _best(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> list[str]:
+    found = []
+    for what in ("decode", "prompt"):
+        rates = [max(one[what] for one in runs) for runs in (ours, theirs)]
+        found += [*(f"{rate:,.1f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"]
+    return found
 
 
 # Quality
@@ -180,31 +212,74 @@ def log_probabilities(model: TransformerLM, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(part).log_softmax(-1) for part in rows.split(8)])
 
 
-def quality(path: str, text: str, length: int = 128, most: int = 128) -> str:
+def train(text: str, folder: Path) -> Path:
+    """Train a small model whose rows are whole blocks of 256."""
+    words = ["train", text, "--out", str(folder / "run"), "--device", "cpu", *TRAINED]
+    code = "from scratchlm.cli import main; main()"
+    subprocess.run([sys.executable, "-c", code, *words], check=True)
+    return folder / "run"
+
+
+def llama_cpp_file(source: Path, to: str) -> Path:
+    """Let llama.cpp quantise a file by its own rule."""
+    import cyllama.llama.llama_cpp as llama
+
+    llama.disable_logging()
+    params = llama.LlamaModelQuantizeParams()
+    params.ftype, params.nthread = FILE_TYPES[to], 1
+    out = source.with_name(f"{to}.gguf")
+    llama.model_quantize(str(source), str(out), params)
+    return out
+
+
+@torch.no_grad()
+def quality(path: str | None, text: str, length: int = 128, most: int = 128) -> str:
     """Compare each format with the wide model, ours and llama.cpp's bytes."""
-    loaded = load_model(path, dtype=torch.float32, accelerate=False)
-    ids = loaded.need_tokenizer().encode(Path(text).read_text(encoding="utf-8"))
-    ids = ids[-most * length :]
-    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    wide = log_probabilities(loaded.model, rows)
-    lines = [["wide", "", "32.00", "0", "100.00 %", f"{_perplexity(wide, rows):.3f}"]]
-    own = convert.quantize
-    for to in ("q8_0", "q6_k", "q4_k", "q4_k_m", "q4_0", "nf4", "int8", "fp8"):
-        for who, quantiser in (("ours", own), ("llama.cpp", llama_cpp_quantize)):
-            if who == "llama.cpp" and not to.startswith("q"):
-                continue
-            convert.quantize = quantiser  # type: ignore[assignment]
-            model = copy.deepcopy(loaded.model)
-            quantize_model(model, to)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        loaded = load_model(path or train(text, folder), dtype=torch.float32, accelerate=False)
+        ids = loaded.need_tokenizer().encode(Path(text).read_text(encoding="utf-8"))
+        ids = ids[-most * length :]
+        rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+        wide = log_probabilities(loaded.model, rows)
+        source = write_gguf(folder / "wide.gguf", loaded.config, loaded.model.state_dict())
+        weights = _num_weights(loaded.model)
+        lines = [["wide", "", "32.00", "0", "100.00 %", f"{_perplexity(wide, rows):.3f}"]]
+        for to, by, model in _quantised(loaded.model, source):
             found = log_probabilities(model, rows)
-            bits = 8 * held_bytes(model) / sum(p.numel() for p in loaded.model.parameters())
             divergence = (wide.exp() * (wide - found)).sum(-1).mean()
             agree = (found.argmax(-1) == wide.argmax(-1)).float().mean()
-            lines.append([to, who, f"{bits:.2f}", f"{divergence:.3e}", f"{agree:.2%}",
+            bits = 8 * held_bytes(model) / weights
+            lines.append([to, by, f"{bits:.2f}", f"{divergence:.3e}", f"{agree:.2%}",
                           f"{_perplexity(found, rows):.3f}"])  # fmt: skip
             print(*lines[-1], sep=" | ", flush=True)
-    convert.quantize = own
-    return table(["format", "bytes by", "bits", "KL", "same top-1", "perplexity"], lines)
+    config, what = loaded.config, "a run" if path else f"trained on {Path(text).name}"
+    body = table(["format", "bytes by", "bits", "KL", "same top-1", "perplexity"], lines)
+    body += f"\n\n{weights / 1e6:.1f} M weights, {config.num_layers} layers of {config.d_model}, "
+    body += f"{what}; measured on the last {rows.numel():,} tokens of {Path(text).name}. "
+    return body + "KL in nats a token, from the wide model's distributions."
+
+
+def _quantised(wide: TransformerLM, source: Path) -> Iterator[tuple[str, str, TransformerLM]]:
+    """Yield (format, whose bytes, model)."""
+    for to in ("q8_0", "q6_k", "q4_k_m", "q4_k", "q4_0", "nf4", "int8", "fp8"):
+        quantisers = {"ours": quantize}
+        if to in FILE_TYPES:
+            quantisers["llama.cpp, the same rule"] = llama_cpp_quantize  # type: ignore[assignment]
+        for by, quantiser in quantisers.items():
+            convert.quantize = quantiser  # type: ignore[attr-defined]
+            model = copy.deepcopy(wide)
+            quantize_model(model, to)
+            yield to, by, model
+        convert.quantize = quantize  # type: ignore[attr-defined]
+        if to in FILE_TYPES:
+            file = llama_cpp_file(source, to)
+            try:
+                model = load_model(file, dtype=torch.float32, accelerate=False).model
+            except ScratchLMError as error:  # where rows are no whole blocks it has other types
+                print(f"left out: {error}", flush=True)
+                continue
+            yield to, "llama.cpp, its own rule", model
 
 
 def _perplexity(log_probs: torch.Tensor, rows: torch.Tensor) -> float:
@@ -291,7 +366,7 @@ def main() -> None:
     one.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     one.add_argument("--rounds", type=int, default=3)
     two = modes.add_parser("quality")
-    two.add_argument("--model", required=True)
+    two.add_argument("--model")
     two.add_argument("--text", required=True)
     three = modes.add_parser("gpu")
     three.add_argument("--shape", nargs="+", default=list(GPU_SHAPES), choices=GPU_SHAPES)
@@ -300,14 +375,16 @@ def main() -> None:
     child.add_argument("path")
     child.add_argument("threads", type=int)
     args = parser.parse_args()
-    command = "python bench/quantized.py " + " ".join(sys.argv[1:])
+    command = "python bench/quantized.py " + shlex.join(sys.argv[1:])
     where, with_ = machine(), versions("torch", "cyllama", "xllamacpp")
     if args.mode == "child":
         measure = measure_ours if args.who == "ours" else measure_theirs
         print(json.dumps(measure(args.path, args.threads)))
     elif args.mode == "speed":
-        body = speed(args.shape, args.format, args.threads, args.rounds)
-        write_section("Quantised weights on a CPU", command, where, with_, body)
+        for shape in args.shape:
+            body = speed(shape, args.format, args.threads, args.rounds)
+            title = f"Quantised weights on a CPU, {shape}"
+            write_section(title, command, where, with_, body)
     elif args.mode == "quality":
         body = quality(args.model, args.text)
         write_section("Quality of quantised weights", command, where, with_, body)

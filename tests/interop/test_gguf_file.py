@@ -227,6 +227,27 @@ def test_every_flipped_byte_of_a_file_is_noticed_or_does_no_harm(tiny, tmp_path)
     assert refused > header  # of twice as many
 
 
+def test_a_flipped_byte_of_quantised_weights_changes_a_block_or_is_refused(tmp_path):
+    config = TINY.replace(d_model=32, num_heads=1, d_ff=32, d_head=32)
+    path = tmp_path / "good.gguf"
+    write_gguf(path, config, TransformerLM(config).state_dict(), quantize="q8_0")
+    good, weights, data = read_gguf(path), dict(read_gguf(path)), path.read_bytes()
+    found = {1: 0, 32: 0, "refused": 0}
+    for at in range(split(data)[0], len(data), 33):  # 34 bytes a block: every place of one
+        path = put(tmp_path, data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        try:
+            tensors = dict(read_gguf(path))
+        except ScratchLMError as error:
+            one_line(error)
+            found["refused"] += 1
+            continue
+        assert tensors.keys() == weights.keys() == good.shapes.keys()
+        changed = sum(int((tensors[name] != weights[name]).sum()) for name in tensors)
+        found[1 if changed <= 1 else 32] += 1
+        assert changed <= 32, at
+    assert found[1] > 10 * found[32] > 0
+
+
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory):
     tokenizer, path = prose_tokenizer(), tmp_path_factory.mktemp("tokens") / "model.gguf"

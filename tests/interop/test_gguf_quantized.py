@@ -28,7 +28,10 @@ GPT2 = LLAMA.replace(
     tie_embeddings=True,
 )
 MOE = LLAMA.replace(ffn=c.MoE(2, 1), d_ff=256)
-CONFIGS = {"llama": LLAMA, "gpt2": GPT2, "moe": MOE}
+HALF = c.Rotary(layout="half")
+QWEN2 = LLAMA.replace(positions=HALF, attention=c.Attention(bias="qkv"))
+QWEN3 = LLAMA.replace(positions=HALF, attention=c.Attention(qk_norm=True))
+CONFIGS = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2, "moe": MOE}
 PROMPT = list(range(40, 60))
 
 
@@ -147,6 +150,7 @@ def test_half_precision_is_written_read_and_run(dtype, models, tmp_path):
 
 
 RUN = [*(("llama", format) for format in QUANTIZED), ("gpt2", "q4_k_m"), ("moe", "q8_0")]
+RUN += [("qwen2", "q8_0"), ("qwen3", "q8_0")]
 
 
 @pytest.mark.parametrize("wheel", WHEELS)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from importlib.util import find_spec
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -102,6 +106,34 @@ def test_more_bits_are_nearer() -> None:
     w = weights()[9:]
     errors = {name: (dequantize(quantize(w, name), name) - w).norm() for name in FORMATS}
     assert errors["q8_0"] < errors["q6_k"] < errors["q4_k"] < errors["q4_0"]
+
+
+def llama_cpp_bytes(w: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what llama.cpp's own quantiser gives, out of a wheel that carries it."""
+    spec = find_spec("xllamacpp")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    library = next(Path(spec.submodule_search_locations[0]).glob("xllamacpp*.so"))
+    chunk = ctypes.CDLL(str(library)).ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    out = torch.empty(len(w), FORMATS[name].bytes_per_row(w.shape[1]), dtype=torch.uint8)
+    addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (w, out)]
+    sizes = [ctypes.c_int64(n) for n in (0, *w.shape)]
+    assert chunk(int(GGUF[name]), *addresses, *sizes, None) == out.numel()
+    return out
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_bytes_are_llama_cpps_or_nearer_to_the_weights(name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    normal = torch.randn(24, 512, generator=generator) * 0.02
+    for w in (normal, normal**3 * 2500, normal.abs(), normal + 0.01):
+        packed, expected = quantize(w, name), llama_cpp_bytes(w, name)
+        if name in ("q8_0", "q4_0"):
+            assert torch.equal(packed, expected)
+            continue
+        ours, theirs = ((dequantize(found, name) - w).norm() for found in (packed, expected))
+        assert ours < 0.998 * theirs
 
 
 def test_each_weight_takes_the_nearest_level_before_levels_are_stretched() -> None:

@@ -1,8 +1,11 @@
 """Quantised models: the rule, the layers, the file, the commands."""
 
+import ctypes
 import json
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +17,10 @@ from scratchlm.accounting import Setup
 from scratchlm.checkpoint import read_manifest, write_checkpoint
 from scratchlm.config import MoE, Rotary
 from scratchlm.errors import ScratchLMError
+from scratchlm.inference import GREEDY
 from scratchlm.interop import write_hf
 from scratchlm.ops.quantized import FORMATS, dequantize
+from scratchlm.quantization import layouts
 from scratchlm.quantization.convert import held_bytes, quantize_model
 from scratchlm.quantization.layers import QuantizedLayer
 from scratchlm.quantization.layouts import PANELS, PLANES, ROWS, from_layout, to_layout
@@ -28,6 +33,7 @@ from scratchlm.quantization.rule import (
     fits,
     stored_bytes,
 )
+from serve.tiny_server import ask, tiny_server
 
 SIZES = {"vocab_size": 257, "context_length": 64, "d_model": 256, "num_heads": 4, "d_ff": 512}
 PLAIN = ModelConfig(**SIZES, num_layers=2, num_kv_heads=2)
@@ -127,7 +133,7 @@ def test_every_weight_is_named_once_by_what_is_printed():
 
 @pytest.mark.parametrize("layout", [ROWS, PANELS, PLANES])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layout_is_the_same_bytes_in_another_order(name, layout):
+def test_a_layout_is_the_same_bytes_in_another_order(name, layout, monkeypatch):
     if layout == PANELS and BLOCKS[name][0] == 0:
         pytest.skip("a row of any length is no sequence of blocks")
     generator = torch.Generator().manual_seed(5)
@@ -138,6 +144,10 @@ def test_a_layout_is_the_same_bytes_in_another_order(name, layout):
     assert torch.equal(from_layout(stored, name, layout, 37), rows)
     chosen = torch.tensor([36, 0, 15, 16, 16])
     assert torch.equal(from_layout(stored, name, layout, 37, chosen), rows[chosen])
+    monkeypatch.setattr(layouts, "_AT_ONCE", 1)  # panel by panel
+    filled = torch.zeros_like(stored)
+    layouts.copy_into(filled, rows, name, layout)
+    assert torch.equal(filled, stored)
 
 
 # Models
@@ -276,6 +286,46 @@ def test_the_account_is_what_is_held(tmp_path, to):
     assert predicted == stored_bytes(choose(PLAIN, to))
 
 
+LARGER = ModelConfig(16_000, 64, d_model=1024, num_layers=6, num_heads=16, d_ff=4096)
+# In a process of its own, which has loaded a small one before: what is imported is not the model's.
+MEMORY = """
+import ctypes, gc, sys
+from scratchlm import load_model
+
+def held():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for itself
+    with open("/proc/self/smaps_rollup") as lines:
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
+
+small, before = load_model(sys.argv[1]), held()
+large = load_model(sys.argv[2])
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists() or not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="needs Linux, which says what is held",
+)
+def test_the_account_is_what_a_process_holds(tmp_path):
+    paths = []
+    for name, config in (("small", PLAIN), ("large", LARGER)):
+        kept = {
+            choice.stored_name: torch.zeros(
+                choice.stored_shape, dtype=torch.uint8 if choice.format else torch.float32
+            )
+            for choice in choose(config, "q4_k")
+        }
+        paths.append(write_checkpoint(tmp_path / name, model=kept, config=config))
+    command = [sys.executable, "-c", MEMORY, *map(str, paths)]
+    held = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    serving = account(LARGER, Setup(precision="fp32", quantize="q4_k")).memory.serving
+    predicted = next(part for part in serving.children if part.name == "weights").value
+    assert predicted > 75e6
+    assert abs(held - predicted) <= 0.02 * predicted
+
+
 def test_an_account_of_shares_is_refused():
     with pytest.raises(ValueError, match="whole on each GPU"):
         Setup(quantize="q4_k", parallel="tp", gpus=2)
@@ -305,13 +355,49 @@ def test_quantize_writes_a_checkpoint_that_every_command_takes(tmp_path, run_cli
     assert small["loss"] != wide["loss"]
 
 
-def test_generation_is_that_of_the_plain_model(tmp_path):
+@pytest.mark.parametrize("form", ["checkpoint", "gguf"])
+def test_explain_and_account_know_how_a_model_is_stored(form, tmp_path, run_cli):
+    small = tmp_path / "small"
+    run_cli("quantize", written(tmp_path), "--to", "q4_k_m", "--out", small)
+    if form == "gguf":
+        run_cli("export", small, tmp_path / "small.gguf")
+        small = tmp_path / "small.gguf"
+    rows = json.loads(run_cli("explain", small, "--device", "cpu", "--no-training", "--json"))
+    found = {(row["layer"], row["fusion"]): row["reason"] for row in rows}
+    assert found["layers.*.attn.q_proj", "cpu_quantized_linear"] is None
+    assert found["model", "cpu_runner"] is None
+    told = run_cli("account", small, "--phase", "decode", "--dtype", "fp32")
+    assert "weights in q4_k" in told
+    assert told == run_cli("account", small, "--phase", "decode", "--dtype", "fp32",
+                           "--quantize", "q4_k_m")  # fmt: skip
+    assert "weights in int8" in run_cli("account", small, "--quantize", "int8")
+
+
+def test_a_quantised_checkpoint_is_served(tmp_path, run_cli):
+    run_cli("quantize", written(tmp_path), "--to", "q4_k", "--out", tmp_path / "small")
+    loaded = load_model(tmp_path / "small")
+    asked = {"prompt": "Hi", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with tiny_server(loaded) as server:
+        answer = ask(server, "/v1/completions", {**asked, "model": "small"})
+    options = {"max_new_tokens": 6, "sampling": GREEDY, "eos_ids": []}
+    (expected,) = generate(loaded.model, "Hi", tokenizer=loaded.tokenizer, **options)
+    assert answer.json["choices"][0]["text"] == expected.text
+
+
+@pytest.mark.parametrize("to", ["q8_0", "q4_k_m", "int8"])
+def test_greedy_tokens_are_the_likeliest_by_the_formula(to, tmp_path):
     path = written(tmp_path)
-    prompts = [[5, 7, 9], [1] * 20]
-    fast = generate(load_model(path, quantize="q8_0").model, prompts, max_new_tokens=8, eos_ids=[])
-    plain = load_model(path, quantize="q8_0", accelerate=False).model
-    slow = generate(plain, prompts, max_new_tokens=8, eos_ids=[], accelerate=False)
-    assert len(fast) == len(slow) == 2
+    model, plain = (load_model(path, quantize=to, accelerate=fast).model for fast in (True, False))
+    prompts, options = [[5, 7, 9] * 3, [1] * 20], {"sampling": GREEDY, "eos_ids": []}
+    rows = generate(model, prompts, max_new_tokens=12, **options)
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert len(row.token_ids) == 12
+        logits = plain(torch.tensor([prompt + row.token_ids]))[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(row.token_ids)[:, None])[:, 0]
+        # to rounding: a last bit decides to which side an activation is rounded
+        assert (logits.amax(dim=1) - chosen).max() < 0.01 * logits.std()
+    if to != "int8":  # which has no runner that verifies
+        assert generate(model, prompts, max_new_tokens=12, speculate="lookup", **options) == rows
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from scratchlm.model.layers import PositionTables
 from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
 from scratchlm.quantization.layers import QuantizedLayer
-from scratchlm.quantization.layouts import PANELS
+from scratchlm.quantization.layouts import PANELS, PLANES
 
 # Fields of a config and of its parts that both runners handle.
 HANDLED: dict[type, set[str]] = {
@@ -90,12 +90,17 @@ def why_not_model(model: TransformerLM) -> str | None:
     return None
 
 
-def why_not_panels(model: TransformerLM) -> str | None:
-    """Return which quantised layer the CPU's kernels cannot read, or None."""
+def why_not_layout(model: TransformerLM, layout: str) -> str | None:
+    """Return which quantised layer a device's kernels cannot read, or None."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer) and module.layout != PANELS:
-            return f"{name} in {module.format.name}, not in panels"
+        if isinstance(module, QuantizedLayer) and module.layout != layout:
+            return f"{name} in {module.format.name}, not in {layout}"
     return None
+
+
+def is_quantized(model: TransformerLM) -> bool:
+    """Whether some layers are stored in few bits."""
+    return any(isinstance(module, QuantizedLayer) for module in model.modules())
 
 
 def why_not_cpu(model: TransformerLM) -> str | None:
@@ -107,7 +112,7 @@ def why_not_cpu(model: TransformerLM) -> str | None:
         return "a model that is not on a CPU"
     if weight.dtype != torch.float32:
         return "weights that are not float32"
-    reason = why_not_model(model) or why_not_panels(model)
+    reason = why_not_model(model) or why_not_layout(model, PANELS)
     if reason is None and native.library(SOURCE) is None:
         return f"a model without C++ kernels ({native.why_not(SOURCE)})"
     return reason
@@ -124,9 +129,7 @@ def why_not_gpu(model: TransformerLM) -> str | None:
         return "a GPU older than compute capability 8.0"
     if find_spec("triton") is None:
         return "an installation without triton"
-    if any(isinstance(module, QuantizedLayer) for module in model.modules()):
-        return "quantised weights"
-    return why_not_model(model)
+    return why_not_model(model) or why_not_layout(model, PLANES)
 
 
 def why_not_runner(model: TransformerLM) -> dict[str, str | None]:
@@ -142,7 +145,8 @@ def make_runner(
         from scratchlm.accelerate.cpu_runner import CPURunner
 
         return CPURunner(model, cache)
-    if why_not_gpu(model) is None:
+    # The kernels of a few quantised rows and the product of many round differently.
+    if why_not_gpu(model) is None and not (exact and is_quantized(model)):
         from scratchlm.accelerate.gpu_runner import GPURunner, why_not_pages
 
         if why_not_pages(cache) is None:

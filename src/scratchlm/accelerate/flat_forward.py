@@ -5,12 +5,13 @@
 Between torch's matrix products stand a few kernels per layer (`decode_batch.py`,
 `paged_attention.py`); keys and values are read where they lie, in pages. What a run needs to know
 is in device memory, so that it can be recorded as a CUDA graph. The residual stream is float32.
-With `exact`, no sum depends on what else is in the step (`invariant_linear.py`).
+With `exact`, no sum depends on what else is in the step (`invariant_linear.py`). Quantised layers
+are called as they are: their products of few rows are kernels (`accelerate/quantized.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from scratchlm.model.attention import MultiHeadSelfAttention
 from scratchlm.model.layers import MLP, LayerNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from scratchlm.model.transformer import TransformerLM
 from scratchlm.paged import PagedCache
+from scratchlm.quantization.layers import QuantizedEmbedding, QuantizedWeight
 
 FULL = 4224  # programs that keep a large GPU busy to the end, though rows differ in length
 PROMPT_PROGRAMS = 2048  # enough for prompts, whose programs all have much to do
@@ -57,11 +59,11 @@ class FlatTokens:
 class _Layer(NamedTuple):
     attn: MultiHeadSelfAttention
     norm1: nn.Module
-    qkv: _Product
-    out: _Product
+    qkv: _Products
+    out: _Products
     norm2: nn.Module
-    up: _Product
-    down: _Product
+    up: _Products
+    down: _Products
     activation: int
 
 
@@ -80,7 +82,7 @@ class FlatForward:
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.d_head, self.group = config.d_head, config.num_heads // config.num_kv_heads
         self.dtype = model.token_embeddings.weight.dtype
-        self.head = _Product([model.lm_head], exact)
+        self.head = _products([model.lm_head], exact)
         self.layers = [self._layer(layer) for layer in model.layers]
 
     def _layer(self, layer: Any) -> _Layer:
@@ -89,11 +91,11 @@ class FlatForward:
         return _Layer(
             attn=attn,
             norm1=layer.ln1,
-            qkv=_Product([attn.q_proj, attn.k_proj, attn.v_proj], self.exact),
-            out=_Product([attn.output_proj], self.exact),
+            qkv=_products([attn.q_proj, attn.k_proj, attn.v_proj], self.exact),
+            out=_products([attn.output_proj], self.exact),
             norm2=layer.ln2,
-            up=_Product([ffn.w1, ffn.w3] if is_gated else [ffn.w1], self.exact),
-            down=_Product([ffn.w2], self.exact),
+            up=_products([ffn.w1, ffn.w3] if is_gated else [ffn.w1], self.exact),
+            down=_products([ffn.w2], self.exact),
             activation=self.activations[ffn.activation if isinstance(ffn, MLP) else "silu"],
         )
 
@@ -161,6 +163,9 @@ class FlatForward:
             table = positions.table
         elif positions is not None:
             table = positions.weight
+        if isinstance(self.model.token_embeddings, QuantizedEmbedding):
+            x = self.model.token_embeddings(tokens.ids).float()
+            return x if table is None else x + table[tokens.positions.clamp(min=0)]
         weight, count = self.model.token_embeddings.weight, len(tokens.ids)
         x = torch.empty(count, config.d_model, dtype=torch.float32, device=weight.device)
         block = min(1024, power_of_two(config.d_model))
@@ -265,8 +270,28 @@ def block_keys(page_size: int) -> int:
     return min(64, page_size & -page_size)
 
 
+_Products = Callable[..., Sequence[Tensor]]  # (x, out=None) -> [W₁ x + b₁, W₂ x + b₂, …]
+
+
+def _products(linears: Sequence[Any], exact: bool) -> _Products:
+    if any(isinstance(linear.weight, QuantizedWeight) for linear in linears):
+        return _LayerByLayer(linears)
+    return _Product(linears, exact)
+
+
+class _LayerByLayer:
+    """The layers themselves."""
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self.linears = linears
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Sequence[Tensor]:
+        parts = [linear(x) for linear in self.linears]
+        return parts if out is None else [out.copy_(parts[0])]
+
+
 class _Product:
-    """[W₁ x + b₁, W₂ x + b₂, …]: one product where the weights lie side by side in memory."""
+    """One product where the weights lie side by side in memory."""
 
     def __init__(self, linears: Sequence[Any], exact: bool) -> None:
         self.exact = exact

@@ -6,10 +6,10 @@
 
 A step in which every row decodes one token is recorded at its first use for a bucket of rows and of
 keys, and kept: rows come and go by what the host writes into the graph's one input, slots,
-positions and page tables. Few rows go through the matrix-vector kernels (`gpu_decode.py`), more
-through matrix products (`flat_forward.py`). A step with parts of prompts is launched kernel by
-kernel at its first use for a bucket of tokens and of keys, and recorded at its second. Choosing the
-tokens is part of the recording. The host never waits for the device here.
+positions and page tables. Few rows go through the matrix-vector kernels (`gpu_decode.py`); more,
+and any of quantised models, layer by layer (`flat_forward.py`). A step with parts of prompts is
+launched kernel by kernel at its first use for a bucket of tokens and of keys, and recorded at its
+second. Choosing the tokens is part of the recording. The host never waits for the device here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scratchlm.accelerate.decoding import Unchanged
+from scratchlm.accelerate.decoding import Unchanged, is_quantized
 from scratchlm.accelerate.flat_forward import FlatForward, FlatTokens, block_keys
 from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels import launches_for
@@ -30,6 +30,7 @@ from scratchlm.accelerate.kernels.triton.decode_tiles import MAX_ROWS
 from scratchlm.accelerate.recorded_step import Field, RecordedStep, StepInput
 from scratchlm.model import TransformerLM
 from scratchlm.paged import LAST, Choice, PagedCache, Step
+from scratchlm.quantization.layers import QuantizedWeight
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # then by 64
 TOKEN_BUCKETS = (*(n << i for i in range(6) for n in (128, 192)), 8192)
@@ -73,7 +74,7 @@ class GPURunner:
         pdl: bool | None = None,
     ) -> None:
         self.model, self.cache, self.max_rows, self.exact = model, cache, max_rows, exact
-        self.graph = graph
+        self.graph, self.is_quantized = graph, is_quantized(model)
         weight = model.token_embeddings.weight
         self.device = weight.device
         if pdl is None:
@@ -97,7 +98,7 @@ class GPURunner:
         return bool(self._unchanged)
 
     def _addresses(self) -> tuple[int, ...]:
-        return (self.cache.keys.data_ptr(), *(m.weight.data_ptr() for m in self._watched))
+        return (self.cache.keys.data_ptr(), *(_address(m.weight) for m in self._watched))
 
     @torch.no_grad()  # a view of a parameter would keep autograd's hold on it, and on its stream
     def _bind(self) -> None:
@@ -148,7 +149,7 @@ class GPURunner:
         return found
 
     def _record(self, rows: int, max_kv_len: int, chooses: bool, last: Tensor) -> RecordedStep:
-        if rows <= MAX_ROWS and not self.exact:
+        if rows <= MAX_ROWS and not (self.exact or self.is_quantized):
             try:
                 return self._capture(self._few_rows(rows, max_kv_len, chooses, last, self.pdl))
             except RuntimeError as error:
@@ -232,7 +233,15 @@ class GPURunner:
             return step
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return step.record(self._pool)
+        try:
+            return step.record(self._pool)
+        except RuntimeError as error:
+            if not self.is_quantized:
+                raise
+            warnings.warn(f"quantised steps run kernel by kernel: {error}", stacklevel=4)
+            torch.cuda.synchronize()
+            self.graph = False
+            return step
 
     # Prompts
 
@@ -327,6 +336,10 @@ class GPURunner:
             forward.run(flat, logits)
 
         return self._then_choose(RecordedStep(given, work, logits), last)
+
+
+def _address(weight: Tensor) -> int:
+    return (weight.layer.stored if isinstance(weight, QuantizedWeight) else weight).data_ptr()
 
 
 def _choice_fields(rows: int) -> dict[str, Field]:

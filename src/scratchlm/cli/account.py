@@ -52,7 +52,11 @@ def account(
     convention: Annotated[str, typer.Option(help="full, causal, 6ND or hardware.")] = "full",
     dtype: Annotated[str, typer.Option(help="fp32, bf16-mixed or bf16.")] = "bf16-mixed",
     quantize: Annotated[
-        str | None, typer.Option(help="Serve weights in few bits: q8_0, q4_k, …; memory only.")
+        str | None,
+        typer.Option(
+            help="Serve weights in few bits: q8_0, q4_k, …; memory only.",
+            show_default="as a MODEL is stored",
+        ),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, sgd, sgd-momentum or muon.")] = "adamw",
     checkpointing: Annotated[
@@ -118,7 +122,12 @@ def account(
 ) -> None:
     """Account for a model before it is run: parameters, FLOPs, memory, time and money."""
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
-    from scratchlm.cli.account_models import find_model, parse_count, parse_lengths
+    from scratchlm.cli.account_models import (
+        find_model,
+        parse_count,
+        parse_lengths,
+        stored_format,
+    )
 
     if legend:
         _print_legend()
@@ -134,6 +143,8 @@ def account(
         raise ValueError("--plans shows 8 to 1,024 GPUs; it excludes --gpus and --parallel")
     if len(models) > 1 and not compare:
         raise ValueError(f"several models need --compare; got {' '.join(models)}")
+    if quantize is None and len(models) == 1:
+        quantize = stored_format(models[0])
     setup = Setup(
         phase=phase,
         batch=batch,

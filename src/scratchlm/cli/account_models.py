@@ -33,6 +33,25 @@ def find_model(name: str) -> ModelConfig:
     return preset(name)
 
 
+def stored_format(name: str) -> str | None:
+    """Return what a checkpoint or a GGUF file has been quantised to; None: it is wide, or mixed."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        from scratchlm.interop import read_gguf  # needs torch
+        from scratchlm.quantization.rule import TARGETS, choose
+
+        source = read_gguf(path)
+        found = {ours: source.stored_name(ours) for ours in source.shapes}
+        for to in TARGETS:
+            if {choice.name: choice.stored_name for choice in choose(source.config, to)} == found:
+                return to
+    elif (path / "manifest.json").is_file():
+        from scratchlm.checkpoint import read_manifest  # needs torch
+
+        return read_manifest(path)["metadata"].get("quantization")
+    return None
+
+
 def _read_run(path: Path) -> ModelConfig:
     """Read a model from a TOML file: a model alone, or the [model] table of a run."""
     try:

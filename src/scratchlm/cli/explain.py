@@ -25,6 +25,10 @@ def explain(
         int | None, typer.Option(min=1, help="Tokens in a sequence.", show_default="the model's")
     ] = None,
     training: Annotated[bool, typer.Option(help="With gradients, or without.")] = True,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="With weights in few bits: q8_0, q4_k, ….", show_default="as stored"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -43,12 +47,17 @@ def explain(
         raise ScratchLMError("explain needs scratchlm.accelerate, which is not there")
     from scratchlm.accelerate import accelerate
     from scratchlm.accelerate import explain as explain_model
-    from scratchlm.cli.account_models import find_model
+    from scratchlm.cli.account_models import find_model, stored_format
     from scratchlm.cli.train import choose_device
     from scratchlm.model import TransformerLM
+    from scratchlm.quantization.convert import make_room
+    from scratchlm.quantization.rule import choose
 
-    config = find_model(model)
-    first = TransformerLM(config.replace(num_layers=1), device=choose_device(device))
+    config, to = find_model(model).replace(num_layers=1), quantize or stored_format(model)
+    first = TransformerLM(config, device=choose_device(device))
+    if to is not None:
+        make_room(first, choose(config, to))
+        acceleration.lay_out(first, choose_device(device))
     rows = explain_model(accelerate(first), batch=batch, seq=context, training=training)
     found = [(r.layer.replace("layers.0", "layers.*") or "model", r.fusion, r.reason) for r in rows]
     if as_json:

@@ -34,7 +34,8 @@ def quantize(
     """Quantise a model: a checkpoint that takes an eighth to a quarter of float32.
 
     It says which matrices take which format and which stay wide. The result is loaded, generated
-    from and evaluated like any checkpoint; it cannot be trained or exported.
+    from, served and evaluated like any checkpoint, and exported to GGUF as the bytes it has; it
+    cannot be trained, nor exported to Hugging Face.
     """
     import torch
 

@@ -224,7 +224,7 @@ def _pack_q6_k(blocks: Blocks) -> Packed:
 def _unpack_q6_k(packed: Packed) -> Blocks:
     low = packed[:, :128].unflatten(1, (2, 2, 32))
     high = packed[:, 128:192].unflatten(1, (2, 1, 32))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)[:, None]
     q = torch.cat([low & 15, low >> 4], dim=2) | ((high >> shifts & 3) << 4)  # (n, 2, 4, 32)
     scale = _read_half(packed[:, 208:]) * packed[:, 192:208].contiguous().view(torch.int8)
     return ((q.to(torch.int8) - 32).reshape(-1, 16, 16) * scale[..., None]).flatten(1)

@@ -20,7 +20,7 @@ from scratchlm.model.moe import ExpertLinear
 from scratchlm.ops import Ops
 from scratchlm.ops.quantized import dequantize, get_format, quantized_linear, rounded
 from scratchlm.ops.ranges import check_range, keep_in_range, mark
-from scratchlm.quantization.layouts import ROWS, from_layout, to_layout
+from scratchlm.quantization.layouts import ROWS, copy_into, from_layout, to_layout
 
 
 class QuantizedWeight(Tensor):
@@ -86,7 +86,7 @@ class QuantizedLayer(nn.Module):
     def fill(self, packed: UInt8[Tensor, "*experts rows bytes"]) -> None:
         """Copy rows of bytes into the memory that is there."""
         rows = packed.reshape(self.shape[:-1].numel(), -1)
-        self.stored.copy_(to_layout(rows, self.format.name, self.layout).view_as(self.stored))
+        copy_into(self.stored, rows, self.format.name, self.layout)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         before = self.stored.device

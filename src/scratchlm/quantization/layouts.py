@@ -18,6 +18,7 @@ from torch import Tensor
 
 ROWS, PANELS, PLANES = "rows", "panels", "planes"
 PANEL_ROWS = 16
+_AT_ONCE = 1 << 20  # bytes
 
 # Of a block: (first byte, end, bytes of a cell). A block of 0 is a row of any length.
 SEGMENTS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -40,6 +41,17 @@ def to_layout(rows: Rows, format: str, layout: str) -> UInt8[Tensor, "*stored"]:
         return _to_panels(rows, format)
     parts = [part.flatten() for part in _planes(rows, format)]
     return torch.cat(parts)
+
+
+def copy_into(stored: UInt8[Tensor, "*stored"], rows: Rows, format: str, layout: str) -> None:
+    """Put rows of bytes into the memory of a layout; panels a few at a time, on little memory."""
+    if layout != PANELS:
+        stored.copy_(to_layout(rows, format, layout).view_as(stored))
+        return
+    step = max(1, _AT_ONCE // (PANEL_ROWS * rows.shape[1]))
+    for first in range(0, len(stored), step):
+        part = rows[PANEL_ROWS * first : PANEL_ROWS * (first + step)]
+        stored[first : first + step] = _to_panels(part, format)
 
 
 def from_layout(
