@@ -28,6 +28,7 @@ OTHERS = (
     r"pip install .*",
     r"python examples/\w+\.py",
     r"curl -s localhost:8000/.*",  # tests/serve asks a server so
+    r"(srun )?torchrun .*",  # tests/parallel starts ranks so
 )
 OWN = (
     "import torch\n\n\ndef run_silu(in_features):\n    return in_features * in_features.sigmoid()\n"
@@ -42,7 +43,7 @@ TASKS = {
     "questions.jsonl": '{"question": "Who?", "context": "It was Ann.", "answer": "Ann"}\n' * 8,
 }
 # A GPU's settings are refused where there is none, by name.
-NEEDS_GPU = r"train\.\S+ needs a CUDA device"
+NEEDS_GPU = r"train\.\S+ needs a CUDA device|--gpus \d+: this machine has"
 
 
 def lines_of(page):

@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "The model": ("start", "preset", "params", "ablation"),
         "The data": ("tokenizer", "vocab_size", "val", "val_fraction", "separator", "field"),
         "What is shown": ("prompt", "tensorboard"),
-        "The machine": _MEANS,
+        "The machine": (*_MEANS, "gpus"),
     },
     "evaluate": {
         "Held-out text": ("context_length", "batch_size"),

@@ -72,9 +72,7 @@ class TrainConfig:
     cuda_graph: bool | None = None  # record forward and backward, replay them; None: on a GPU
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # ranks: processes that train together, one a GPU
-    # zero1: all weights on each, every rank updates its part; fsdp: a part of everything on each.
-    # None: zero1 where there are several
-    parallel: str | None = None
+    parallel: str | None = None  # zero1: each updates its part; fsdp: each has a part; none
     tp: int = 1  # ranks that share each layer (tensor parallelism)
     rank_timeout: int = 600  # seconds to wait for another rank before the job ends
     # when
