@@ -52,7 +52,11 @@ def account(
     convention: Annotated[str, typer.Option(help="full, causal, 6ND or hardware.")] = "full",
     dtype: Annotated[str, typer.Option(help="fp32, bf16-mixed or bf16.")] = "bf16-mixed",
     quantize: Annotated[
-        str | None, typer.Option(help="Serve weights in few bits: q8_0, q4_k, …; memory only.")
+        str | None,
+        typer.Option(
+            help="Serve weights in few bits: q8_0, q4_k, …; with --lora learn beside nf4 or int8. "
+            "Memory only."
+        ),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, sgd, sgd-momentum or muon.")] = "adamw",
     checkpointing: Annotated[

@@ -60,6 +60,7 @@ class Adapter:
     config: LoRA
     tensors: Mapping[str, Tensor]  # LAYER.lora_A, LAYER.lora_B, LAYER.lora_magnitude
     scales: Mapping[str, float] = field(default_factory=dict)  # where not the config's
+    quantize: str | None = None  # what its base was stored as while it learnt
 
     def layers(self) -> list[str]:
         """Return the layers it joins."""
