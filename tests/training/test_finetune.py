@@ -153,6 +153,7 @@ def assert_same_end(run, other):
     assert verify_checkpoint(one)["files"] == verify_checkpoint(two)["files"]
 
 
+@pytest.mark.slow  # in the short run, tests/faults kills without the command line around
 def test_a_killed_fine_tuning_goes_on_bit_for_bit(base, chats, tmp_path):
     command = ["finetune", base, chats, "--dora", "--dropout", "0.1", *OFTEN, *FAST]
     assert run_command(*command, "--out", tmp_path / "whole") == 0

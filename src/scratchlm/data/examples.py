@@ -111,7 +111,8 @@ def read_examples(path: str | os.PathLike[str]) -> Examples:
             arrays[name] = np.frombuffer(data, dtype, counts[name], at)
             at += arrays[name].nbytes
         whole = at == len(data) and zlib.crc32(data) == head["crc32"]
-    except (KeyError, TypeError, ValueError):
+        whole = whole and isinstance(head["tokenizer"], str)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         whole = False
     if not whole:
         raise ScratchLMError(f"{os.fspath(path)} is damaged: it is not what was written")
