@@ -116,8 +116,7 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
     config = _read_config(table, path)
     theirs = _read_tensors(path)
     written = read_metadata(path / WEIGHTS, _MAX_HEADER_BYTES).get(_HASH)
-    if written is not None and written != _hash(theirs, table):
-        raise ScratchLMError(f"{path} is damaged or was edited: it is not what was written")
+    is_whole = written in (None, _hash(theirs, table))
     tensors: dict[str, Tensor] = {}
     scales: dict[str, float] = {}
     for name, links in _groups(model):
@@ -155,6 +154,8 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
         raise ScratchLMError(f"{path}: tensors of no layer of this model: {listed(theirs)}")
     if not tensors:
         raise ScratchLMError(f"{path}: the adapter holds no tensors")
+    if not is_whole:
+        raise ScratchLMError(f"{path} is damaged or was edited: it is not what was written")
     return Adapter(config, tensors, scales)
 
 
