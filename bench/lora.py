@@ -5,7 +5,8 @@
 
 Random weights, random tokens, no download. The base stands still in bfloat16, the adapter (rank 16,
 every Linear of the blocks) is float32, products run under autocast: forward, backward, AdamW. The
-peer runs as its users run it, layer by layer, and compiled. `predicted` is what `scratchlm account
+peer runs as its users run it, layer by layer, and compiled. Ours runs once more with the layers'
+matrices in nf4, and in int8 (QLoRA). `predicted` is what `scratchlm account
 --lora` says of the peak memory.
 """
 
@@ -32,6 +33,8 @@ from scratchlm.accounting.lora import lora_memory
 from scratchlm.config import PRESETS
 from scratchlm.config.lora import LoRA
 from scratchlm.data import Batch
+from scratchlm.quantization.convert import quantize_base
+from scratchlm.quantization.rule import BASES
 from scratchlm.training.learner import Learner
 from scratchlm.training.lora import apply_lora
 from scratchlm.training.settings import TrainConfig
@@ -53,13 +56,28 @@ def tokens_of(config: ModelConfig, batch: int, seq: int, device: str) -> tuple[T
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def our_step(config: ModelConfig, batch: int, seq: int, device: str) -> Step:
+def our_step(
+    config: ModelConfig, batch: int, seq: int, device: str, quantize: str | None = None
+) -> Step:
     """Make a step as `scratchlm finetune` makes it."""
     model = TransformerLM(config, device=device, dtype=torch.bfloat16)
-    if device == "cuda":
+    recorded = None
+    if quantize is not None:
+        quantize_base(model, quantize)
+        recorded = False
+    elif device == "cuda":
         acceleration.join_weights(model)
     apply_lora(model, LoRA(RANK, ALPHA))
-    learner = Learner(model, TrainConfig(batch_size=batch, lr=1e-4, precision="bf16-mixed"))
+    learner = Learner(
+        model,
+        TrainConfig(
+            batch_size=batch,
+            lr=1e-4,
+            precision="bf16-mixed",
+            cuda_graph=recorded,
+            compile="off" if quantize else None,
+        ),
+    )
     inputs, targets = tokens_of(config, batch, seq, "cpu")
     rows = Batch(inputs, targets)
     if device == "cuda":
@@ -157,6 +175,10 @@ def main() -> None:
         "peft + transformers": lambda: peer_step(config, batch, seq, device, False),
         "peft + transformers, compiled": lambda: peer_step(config, batch, seq, device, True),
         "ours": lambda: our_step(config, batch, seq, device),
+        **{
+            f"ours, base in {to}": lambda to=to: our_step(config, batch, seq, device, to)
+            for to in BASES
+        },
     }
     if args.no_compiled_peer or args.tiny:
         del makers["peft + transformers, compiled"]
@@ -164,8 +186,11 @@ def main() -> None:
         name: measure(name, make, device, batch * seq, args.repeats)
         for name, make in makers.items()
     }
-    setup = Setup(phase="training", batch=batch, context=seq)
-    predicted = float(lora_memory(config, LoRA(RANK, ALPHA), setup).training.value) / 2**30
+    predicted = {}
+    for to in (None, *BASES):
+        setup = Setup(phase="training", batch=batch, context=seq, quantize=to)
+        size = float(lora_memory(config, LoRA(RANK, ALPHA), setup).training.value) / 2**30
+        predicted["ours" if to is None else f"ours, base in {to}"] = f"{size:.2f}"
     first = found["peft + transformers"]
     rows = [
         [
@@ -173,7 +198,7 @@ def main() -> None:
             f"{rate:,.0f}",
             f"{ms:.1f}",
             f"{peak:.2f}",
-            f"{predicted:.2f}" if name == "ours" else "",
+            predicted.get(name, ""),
             f"{start:.0f}",
             f"{rate / first[0]:.2f}×",
             f"{AIM}×, less memory" if name == "ours" else "",

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "training": {
         *("model", "accelerate", "acceleration", "parallel", "data", "accounting", "checkpoint"),
         *("config", "ops", "durable", "errors", "untrusted", "threads", "cuda_graphs"),
+        "quantization",  # of a base that an adapter learns beside
     },
     "interop": {
         *("config", "ops", "tokenizer", "quantization.rule", "durable", "errors", "untrusted"),

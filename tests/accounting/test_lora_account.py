@@ -1,8 +1,10 @@
 """The account of an adapter: its size is the real one, and its memory has every part."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from scratchlm.accounting import Setup, memory
 from scratchlm.accounting.lora import lora_memory
@@ -31,6 +33,20 @@ def test_an_adapter_takes_less_than_all_weights_and_grows_with_its_rank():
     )
     names = {item.name for _, item in small.training.walk()}
     assert not names & {"joined weights", "cast weights", "gradient of the LM head"}
+
+
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_a_base_in_few_bits_takes_the_bytes_it_has(to):
+    from scratchlm.quantization.convert import held_bytes, quantize_base
+
+    config = FAMILIES["qwen3"].replace(d_model=64, d_ff=128)
+    setup = Setup(phase="training", batch=1, context=8, precision="fp32", quantize=to)
+    account = lora_memory(config, LoRA(rank=4), setup)
+    model = build(config, dtype=torch.float32)
+    quantize_base(model, to)
+    assert account.training["base weights"].value == held_bytes(model)
+    with pytest.raises(ValueError, match="beside nf4 or int8"):
+        lora_memory(config, LoRA(rank=4), replace(setup, quantize="q8_0"))
 
 
 def test_the_command_shows_it(monkeypatch, capsys):

@@ -108,7 +108,12 @@ def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
         (("one", "choices.jsonl", "--chat-template"), "--chat-template is for --lm-eval"),
         (("one", "--lm-eval", "x", "--include-path", "nowhere"), "nowhere: no such folder"),
         (("one", "broken.jsonl"), "broken.jsonl: line 2: not valid JSON"),
-        (("one", "choices.jsonl", "--plot", "no/such/place.png"), "No such file"),
+        (("one", "choices.jsonl", "--plot", "no/such/place.png"), "there is no folder no/such"),
+        (
+            ("one", "choices.jsonl", "--plot", "place.svg"),
+            "--plot must be a name that ends in .png",
+        ),
+        (("one", "choices.jsonl", "--cases", "no/such.jsonl"), "there is no folder no"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

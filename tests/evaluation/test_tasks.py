@@ -160,8 +160,10 @@ def test_contexts_that_do_not_fit_lose_their_beginning_and_are_counted():
     assert found.cases[0]["probability"] == pytest.approx(values.sum().exp().item(), rel=1e-3)
     with pytest.raises(ScratchLMError, match="does not fit the context of 32"):
         Evaluator(loaded()).run(task({"context": "a", "next": "y" * 33}))
-    with pytest.raises(ScratchLMError, match="answer of 32 tokens does not fit"):
+    with pytest.raises(ScratchLMError, match="made-up: an answer of 32 tokens does not fit"):
         Evaluator(loaded()).run(task({"prompt": "a", "answer": "b", "max_new_tokens": 32}))
+    found = Evaluator(loaded(eos_ids=())).run(task({"prompt": "a", "answer": "b", "stop": ["~~"]}))
+    assert len(found.cases[0]["text"].encode()) <= 3 * CONTEXT // 2  # half the context, by default
 
 
 def test_a_pair_is_cut_where_the_context_alone_ends():

@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -19,17 +20,26 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torch import Tensor
 
 from checkpoint.ranks import cut_all, with_ranks
-from scratchlm import ModelConfig
+from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.cli.account_models import find_model
 from scratchlm.cli.errors import is_for_the_user, one_line
 from scratchlm.config import load_config, preset, to_json, to_toml
+from scratchlm.config.lora import LoRA
 from scratchlm.data import TokenFile, iter_documents
+from scratchlm.data.conversations import Encoder, Example
+from scratchlm.data.examples import read_examples, write_examples
+from scratchlm.data.labelled import find_labels
+from scratchlm.evaluation import read_task
 from scratchlm.inference import load_model
 from scratchlm.interop import read_hf
+from scratchlm.interop.peft import Adapter, read_peft, write_peft
 from scratchlm.tokenizer import load_tokenizer
+from scratchlm.tokenizer.chat_template import ChatTemplate
 from scratchlm.training import read_metrics, read_plan
+from scratchlm.training.lora import adapter_tensors, apply_lora
 from scratchlm.untrusted import read_json
+from tokenizer.chat_templates import CHATML
 
 SECONDS, MEMORY = 20, 3 << 30  # for one read; for the process
 NUMBERS = [b"0", b"-1", b"1e308", b"NaN", b"2147483648", b"18446744073709551616", b"1" * 400]
@@ -101,7 +111,64 @@ def readers(here: Path) -> dict[str, tuple[Path, object]]:
         "token file": (here / "data" / "train.bin", lambda p: read_tokens(here)),
         "JSON Lines": (here / "text.jsonl", lambda p: list(iter_documents([p]))),
         "Parquet": (here / "text.parquet", lambda p: list(iter_documents([p]))),
+        **{name: (here / name, partial(read, here)) for name, read in TUNING_READERS.items()},
     }
+
+
+# What fine-tuning and evaluation read, by file.
+TUNING_READERS = {
+    "peft/adapter_config.json": lambda here, *_: read_peft(here / "peft", CONFIG),
+    "peft/adapter_model.safetensors": lambda here, *_: read_peft(here / "peft", CONFIG),
+    "named/tokenizer_config.json": lambda here, *_: render(here / "named"),
+    "jinja/chat_template.jinja": lambda here, *_: render(here / "jinja"),
+    "chats.jsonl": lambda here, *_: read_chats(here, "chats.jsonl"),
+    "chats.parquet": lambda here, *_: read_chats(here, "chats.parquet"),
+    "labelled.jsonl": lambda here, *_: find_labels(here / "labelled.jsonl"),
+    "train.examples": lambda here, *_: read_examples(here / "train.examples"),
+    "task.jsonl": lambda here, *_: read_task(here / "task.jsonl"),
+}
+CONFIG = ModelConfig(vocab_size=270, context_length=8, d_model=8, num_layers=1, num_heads=2)
+CHAT = [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "9 <b>"}]
+
+
+def render(folder: Path) -> None:
+    """Write a chat down with the template of a folder, if it still has one."""
+    template = ChatTemplate.from_directory(folder)
+    if template is not None:
+        template.render(CHAT, add_generation_prompt=True, tools=[{"name": "f"}])
+
+
+def read_chats(here: Path, name: str) -> None:
+    tokenizer = load_tokenizer(here / "tokenizer.json")
+    encoder = Encoder(tokenizer, ChatTemplate({"default": PLAIN}), 256)
+    list(encoder.read(here / name, 500))
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+
+
+def write_tuning_files(here: Path) -> None:
+    """Write one good file of each kind that fine-tuning and evaluation read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    model, lora = TransformerLM(CONFIG), LoRA(2, targets=("q_proj", "w2"))
+    apply_lora(model, lora)
+    write_peft(here / "peft", CONFIG, Adapter(lora, adapter_tensors(model)))
+    for name in ("named", "jinja"):
+        (here / name).mkdir()
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": PLAIN}]
+    table = {"chat_template": named, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (here / "named" / "tokenizer_config.json").write_text(json.dumps(table))
+    (here / "jinja" / "chat_template.jinja").write_text(CHATML)
+    records = [{"messages": CHAT}, {"messages": CHAT * 2}]
+    (here / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), here / "chats.parquet")
+    labelled = [{"text": "good", "label": 1}, {"text": "bad", "label": "no"}]
+    (here / "labelled.jsonl").write_text("".join(json.dumps(one) + "\n" for one in labelled))
+    write_examples(here / "train.examples", [Example([1, 2, 3], [False, True, True])] * 3, "t")
+    case = {"context": "Rome is in", "choices": [" France", " Italy"], "answer": 1}
+    (here / "task.jsonl").write_text(f"{json.dumps(case)}\n" * 2)
 
 
 def read_tokens(here: Path) -> None:
@@ -138,7 +205,6 @@ def make_world(here: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    from scratchlm import TransformerLM
     from scratchlm.interop import write_gguf, write_hf
     from scratchlm.tokenizer import train_bpe
     from scratchlm.tokenizer.bpe import Tokenizer
@@ -149,7 +215,7 @@ def make_world(here: Path) -> None:
     here.mkdir(parents=True)
     text = here / "text.txt"
     text.write_text("the cat sat on the mat. " * 20)
-    config = ModelConfig(vocab_size=270, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    config = CONFIG
     Tokenizer(*train_bpe(text, 270, ["<|endoftext|>"]), ["<|endoftext|>"]).save(here)
     weights, file = TransformerLM(config).state_dict(), here / "tokenizer.json"
     ckpt.write_checkpoint(
@@ -177,6 +243,7 @@ def make_world(here: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table({"text": ["one document", "another"]}), here / "text.parquet"
     )
+    write_tuning_files(here)
 
 
 def main(directory: Path, count: int, seed: int) -> None:

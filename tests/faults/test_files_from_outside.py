@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from faults.mutations import TUNING_READERS, write_tuning_files
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.cli.account_models import find_model
@@ -43,6 +44,7 @@ def good(tmp_path_factory):
     (here / "run" / "config.toml").write_text("")
     write_hf(here / "hf", CONFIG, weights, file)
     write_gguf(here / "m.gguf", CONFIG, weights)
+    write_tuning_files(here)
     write_data(here / "data")
     (here / "gpt2").mkdir()
     (here / "gpt2" / "vocab.json").write_text(json.dumps({chr(33): 0}))
@@ -74,6 +76,7 @@ READERS = {  # file -> who reads it
     f"{STEP}/config.json": lambda d: ckpt.verify_checkpoint(d / STEP),
     f"{STEP}/model.safetensors": lambda d: ckpt.verify_checkpoint(d / STEP),
     f"{STEP}/tokenizer.json": lambda d: load_model(d / STEP),
+    **TUNING_READERS,
 }
 HUNG = """
 import os, resource, signal, sys

@@ -18,9 +18,13 @@ import torch
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.accelerate import accelerate
+from scratchlm.config.lora import LoRA
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import Sampling, generate
+from scratchlm.interop.peft import Adapter, read_peft, write_peft
 from scratchlm.ops import native
+from scratchlm.tokenizer.chat_template import ChatTemplate
+from scratchlm.training.lora import adapter_tensors, apply_lora
 from test_architecture import SRC
 
 HERE = Path(__file__).parent
@@ -49,6 +53,23 @@ def test_kills_of_training_lose_nothing(tmp_path, tried, kills):
     assert found["kills"] >= kills
     assert found["in_a_write"] >= (60 if kills >= 400 else 1)
     tried("kills of training, log and state bit-identical", found["kills"],
+          f"{found['in_a_write']} inside a write")  # fmt: skip
+
+
+FINE_TUNING = ("lora", "qlora", "full", "dpo", "head")
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("lora", 8),
+        *(pytest.param(kind, 100, marks=pytest.mark.slow) for kind in FINE_TUNING),
+    ],
+)
+def test_kills_of_fine_tuning_lose_nothing(tmp_path, tried, kind, kills):
+    found = script("../training/killer.py", tmp_path, kills, kills, kind)
+    assert found["kills"] >= kills
+    tried(f"kills of fine-tuning ({kind}), log and state bit-identical", found["kills"],
           f"{found['in_a_write']} inside a write")  # fmt: skip
 
 
@@ -95,19 +116,32 @@ def test_a_failing_call_leaves_nothing_torn_and_the_command_goes_on(
 # Damage
 
 
-@pytest.mark.parametrize("count", [480, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [540, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_mutated_files_are_refused_in_one_line_or_taken(tmp_path, tried, count):
     found = script("mutations.py", tmp_path, count, count)
     assert found["tried"] == count
     assert found["refused"] > count // 2
     note = f"{found['refused']:,} refused; memory grew by {found['grown_mb']} MB"
-    tried("mutated files of 19 kinds, no crash, no hang", count, note)
+    tried("mutated files of 28 kinds, no crash, no hang", count, note)
 
 
+def small_adapter():
+    model, lora = TransformerLM(CONFIG), LoRA(1, targets=("q_proj",), dora=True)
+    apply_lora(model, lora)
+    return lora, adapter_tensors(model)
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_flipped_byte_of_a_checkpoint_is_seen(tmp_path, tried, stride):
-    weights = TransformerLM(CONFIG).state_dict()
-    path = ckpt.write_checkpoint(tmp_path / "step-00000001", model=weights, config=CONFIG)
+def test_every_flipped_byte_of_a_checkpoint_is_seen(tmp_path, tried, stride, kind):
+    weights, more = TransformerLM(CONFIG).state_dict(), {}
+    if kind == "adapter":
+        lora, tensors = small_adapter()
+        weights = {f"{name}.default": tensor for name, tensor in tensors.items()}
+        record = {"lora": lora.to_dict(), "base": "base", "base_fingerprint": "0"}
+        template = ChatTemplate({"default": "{{ messages }}"}).to_bytes()
+        more = {"metadata": {"adapter": record}, "tokenizer_config": template}
+    path = ckpt.write_checkpoint(tmp_path / "step-00000001", model=weights, config=CONFIG, **more)
     chance, flips = random.Random(0), 0
     for file in sorted(path.iterdir()):
         good = file.read_bytes()
@@ -125,7 +159,33 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen(tmp_path, tried, stride):
             file.write_bytes(good)
             assert manifest == ckpt.verify_checkpoint(path)
         file.write_bytes(good)
-    tried("flipped bytes of a checkpoint, all seen that matter", flips)
+    tried(f"flipped bytes of a checkpoint ({kind}), all seen that matter", flips)
+
+
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flipped_byte_of_an_exported_adapter_is_seen(tmp_path, tried, stride):
+    """PEFT's format has no hash of its own; what we write carries one."""
+    adapter, path = Adapter(*small_adapter()), tmp_path / "adapter"
+    write_peft(path, CONFIG, adapter)
+    chance, flips = random.Random(0), 0
+    good = {file: file.read_bytes() for file in sorted(path.iterdir())}
+    expected = read_peft(path, CONFIG)
+    for file, content in good.items():
+        for at in range(0, len(content), stride):
+            flipped = bytearray(content)
+            flipped[at] ^= 1 << chance.randrange(8)
+            file.write_bytes(flipped)
+            flips += 1
+            try:
+                found = read_peft(path, CONFIG)
+            except ScratchLMError:
+                continue
+            # What is left says the same: white space, a word that only PEFT reads.
+            for name, tensor in expected.tensors.items():
+                assert torch.equal(found.tensors[name], tensor), f"{file.name}, byte {at}"
+            assert found.scales == expected.scales
+        file.write_bytes(content)
+    tried("flipped bytes of an exported adapter, all seen that matter", flips)
 
 
 # One model, many users

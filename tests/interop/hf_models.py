@@ -91,11 +91,11 @@ HF_CONFIGS = {
 }
 
 
-def hf_model(family, dtype=torch.float32):
+def hf_model(family, dtype=torch.float32, seed=1):
     """Build a family's model with every parameter random: norms and biases too."""
     config = HF_CONFIGS[family]()
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -170,3 +170,36 @@ TOOLS = [
         },
     }
 ]
+
+RENAMED = """\
+{{ bos_token }}
+{%- set names = {'assistant': 'model', 'tool': 'user'} %}
+{%- for message in messages %}
+    {%- if message.role != 'system' %}
+<turn>{{ names.get(message.role, message.role) }}
+        {%- if message.content is string %}
+ {{ message.content | trim }}
+        {%- else %}
+            {%- for part in message.content %}{{ part.text | trim if part.text }}{% endfor %}
+        {%- endif %}</turn>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<turn>model {% endif %}
+"""
+# Each uses a few constructs of the language.
+CONSTRUCTS = [
+    "{%- macro item(x, n=2) -%}[{{ x|upper }}{{ n }}{{ caller() }}]{%- endmacro -%}"
+    "{% for m in messages %}{% call item(m.role) %}!{% endcall %}{{ loop.cycle('a', 'b') }}"
+    "{{ loop.previtem.role if loop.previtem is defined }}{% endfor %}",
+    "{% set t %}{% for m in messages if m.role != 'system' %}"
+    "{{ m.content | replace('\n', '') | indent(2) }}|{% endfor %}{% endset %}{{ t }}{{ t|length }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}"
+    "{{ messages | map(attribute='role') | unique | list }}{{ (messages|last).role }}",
+    "{{ {'b': [1, 2.5, none, true], 'a': 'ä<'} | tojson(sort_keys=true) }}{{ zz | default('y') }}",
+    "{% for k, v in {'b': 1, 'a': 2}.items() %}{{ k }}={{ v }};{% endfor %}{{ 'abc'[::-1] }}"
+    "{{ '%s-%d' % ('a', 3) }}{{ '{:>5}'.format(7) }}{{ 'a,b'.split(',') }}{{ 1.0 }}{{ 'a' ~ 1 }}",
+    "  {% if true %}\n  x\n  {% endif %}\n\t{% for m in messages %}\n    {{ m.role }}   \n"
+    "{% endfor %}\ntail\n",
+    "{# note #}\n{% raw %}{{ x }}{% endraw %}{% filter upper %}abc{% endfilter %}"
+    "{% with a=3 %}{{ a }}{% endwith %}{{ range(3)|list }}",
+]

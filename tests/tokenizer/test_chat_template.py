@@ -13,7 +13,17 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import Tokenizer, chat_template, load_tokenizer, train_bpe
 from scratchlm.tokenizer.chat_encoding import encode_chat
 from scratchlm.tokenizer.chat_template import ChatTemplate
-from tokenizer.chat_templates import CALLED, CHATML, LLAMA3, MARKED, MISTRAL, SAID, TOOLS
+from tokenizer.chat_templates import (
+    CALLED,
+    CHATML,
+    CONSTRUCTS,
+    LLAMA3,
+    MARKED,
+    MISTRAL,
+    RENAMED,
+    SAID,
+    TOOLS,
+)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = {
@@ -58,6 +68,9 @@ CASES = [
     (LLAMA3, SAID, {"date_string": "1 Jan 2026"}),
     (LLAMA3, CALLED, {}),
     (MISTRAL, SAID, {}),
+    (RENAMED, SAID, {"add_generation_prompt": True}),
+    (RENAMED, [{"role": "user", "content": [{"type": "text", "text": " a\n"}]}], {}),
+    *((source, SAID, {"add_generation_prompt": True}) for source in CONSTRUCTS),
     (MARKED, SAID, {"add_generation_prompt": True}),
     ("{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}{{ unset }}{{ none }}", SAID, {}),
     ("{% for m in messages recursive %}{{ loop.length }}{{ m }}{% endfor %}", SAID, {}),

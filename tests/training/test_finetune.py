@@ -153,6 +153,7 @@ def assert_same_end(run, other):
     assert verify_checkpoint(one)["files"] == verify_checkpoint(two)["files"]
 
 
+@pytest.mark.slow  # in the short run, tests/faults kills without the command line around
 def test_a_killed_fine_tuning_goes_on_bit_for_bit(base, chats, tmp_path):
     command = ["finetune", base, chats, "--dora", "--dropout", "0.1", *OFTEN, *FAST]
     assert run_command(*command, "--out", tmp_path / "whole") == 0
@@ -243,6 +244,11 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
         (("--preference", "dpo"), "line 1: .*chosen and rejected was expected"),
         (("--epochs", "2", "--steps", "3"), "give one of them"),
         (("train.rwo_length=8",), "did you mean 'row_length'"),
+        (("--quantize", "q4_k"), "as nf4 or int8; got quantize='q4_k'"),
+        (("--quantize", "nf4", "--full"), "--quantize is for LoRA"),
+        (("--quantize", "int8", "--task", "qa"), "--quantize is for LoRA"),
+        (("train.tasks=nowhere.jsonl",), "nowhere.jsonl: No such file"),
+        (("train.shares=2", "--dropout", "0.1"), "train.shares does not go with dropout"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_run(words, message, base, chats, tmp_path, capsys):
@@ -254,7 +260,33 @@ def test_a_mistake_is_one_line_and_leaves_no_run(words, message, base, chats, tm
     line = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(line) == 1
     assert re.search(message, " ".join(err.split()))
-    assert not (run / "config.toml").exists()
+    assert not run.exists()
+
+
+def test_pairs_are_not_cut_apart(base, pairs, tmp_path, capsys):
+    words = ("finetune", base, pairs, "--preference", "dpo", "--out", tmp_path / "run")
+    assert run_command(*words, "train.micro_batch_size=3") == 2
+    assert "pairs need an even train.micro_batch_size; got 3" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_beside_few_bits_a_run_is_the_rounded_base_with_the_adapter(base, chats, tmp_path):
+    from scratchlm.inference.adapters import read_adapter
+    from scratchlm.quantization.convert import quantize_base
+    from scratchlm.training.lora import load_adapter
+
+    run = tmp_path / "run"
+    words = ("finetune", base, chats, "--quantize", "int8", "--steps", 3, "--out", run)
+    assert run_command(*words, *FAST) == 0
+    assert read_plan(run).tuning.quantize == "int8"
+    model = load_model(base, accelerate=False).model
+    quantize_base(model, "int8")
+    adapter = read_adapter(find_checkpoints(run)[-1])
+    load_adapter(model, adapter.config, adapter.tensors)
+    loaded = load_model(run, accelerate=False, checkpoint="last").model(ids())
+    torch.testing.assert_close(loaded, model(ids()), atol=1e-5, rtol=1e-5)
+    beside = load_model(base, adapter=find_checkpoints(run)[-1], accelerate=False).model(ids())
+    assert torch.equal(beside, loaded)
 
 
 def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):
@@ -272,8 +304,22 @@ def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):
     assert "holds a whole model" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_that_was_begun_keeps_its_adapter(tuned, capsys):
+def test_a_run_that_was_begun_keeps_its_adapter(tuned, base, chats, capsys):
     assert run_command("finetune", "--resume", "--out", tuned, "--rank", 4) == 2
     assert "--rank cannot change" in " ".join(capsys.readouterr().err.split())
+    for words, told in (
+        (("--beta", 3), "--beta cannot change in a run that was begun; it is 0.1"),
+        (("--no-pack",), "--no-pack cannot change"),
+        (("--epochs", 900), "--epochs cannot change"),
+        (("--quantize", "nf4"), "--quantize cannot change in a run that was begun; it is None"),
+        (("--task", "qa"), "--task cannot change"),
+        (("--preference", "dpo"), "--preference cannot change"),
+    ):
+        assert run_command("finetune", "--resume", "--out", tuned, *words) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
+    assert run_command("finetune", "elsewhere", chats, "--resume", "--out", tuned) == 2
+    assert "was begun from" in " ".join(capsys.readouterr().err.split())
+    assert run_command("finetune", base, chats, "--resume", "--out", tuned, "--rank", 16) == 0
+    assert "going on with the run's own data" in " ".join(capsys.readouterr().err.split())
     assert run_command("finetune", "--out", tuned) == 2
     assert "holds a run already" in " ".join(capsys.readouterr().err.split())

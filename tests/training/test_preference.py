@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from interop.hf_models import hf_model, import_model
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import write_examples
@@ -14,6 +15,7 @@ from scratchlm.training.preference import (
     PreferenceBatches,
     PreferenceValidation,
     dpo_loss,
+    pair_loss,
     sequence_logps,
 )
 
@@ -39,6 +41,47 @@ def test_log_probabilities_are_summed_over_the_answer_alone():
     logps = model(inputs).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     expected = logps.masked_fill(targets == -100, 0).sum(-1)
     torch.testing.assert_close(sequence_logps(model, inputs, targets), expected)
+
+
+def test_loss_and_gradients_are_those_of_transformers_logits(tmp_path):
+    """The policy and π₀ are two models of theirs; pairs of several lengths, padded to the right."""
+    theirs, first = hf_model("llama 3.2"), hf_model("llama 3.2", seed=2)
+    theirs.save_pretrained(tmp_path / "policy")
+    ours = import_model(tmp_path / "policy")
+    made = [
+        Example([3, 4, 5, 6, 7], [False, False, True, True, True]),
+        Example([3, 4, 8], [False, False, True]),
+        Example([9, 2, 1], [False, True, True]),
+        Example([9, 5, 5, 5], [False, True, True, True]),
+    ]
+
+    def logp(model, example):
+        """Return the log-probability of an answer, token by token, read alone."""
+        logits = model(torch.tensor([example.ids])).logits[0].log_softmax(-1)
+        places = [i for i, learns in enumerate(example.learns) if learns]
+        return sum(logits[i - 1, example.ids[i]] for i in places)
+
+    with torch.no_grad():
+        reference = [float(logp(first, example)) for example in made]
+    chosen, rejected = ([logp(theirs, one) for one in made[which::2]] for which in (0, 1))
+    expected = 0.0
+    for pair in (0, 1):
+        margin = (chosen[pair] - reference[2 * pair]) - (rejected[pair] - reference[2 * pair + 1])
+        expected = expected + torch.log1p(torch.exp(-0.2 * margin)) / 2
+    expected.backward()
+    examples = write_examples(tmp_path / "pairs", made, "t")
+    (batch,) = PreferenceValidation(examples, 6, 4, reference=np.array(reference))
+    loss = pair_loss(ours, batch, 0.2)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
+    pairs = (
+        (ours.layers[0].ffn.w2, theirs.model.layers[0].mlp.down_proj),
+        (ours.layers[1].attn.v_proj, theirs.model.layers[1].self_attn.v_proj),
+        (ours.token_embeddings, theirs.model.embed_tokens),
+    )
+    for mine, other in pairs:
+        assert other.weight.grad.abs().max() > 1e-3
+        torch.testing.assert_close(mine.weight.grad, other.weight.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_pairs_stay_together_through_shuffling_and_cutting(tmp_path):

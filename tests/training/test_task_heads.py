@@ -12,6 +12,7 @@ from inference.tiny import byte_tokenizer
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import checkpoint_path, find_checkpoints, read_tensors, write_checkpoint
 from scratchlm.cli import main
+from scratchlm.cli.predict import _check_kind, _field
 from scratchlm.config.heads import TaskHead
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import write_examples
@@ -290,5 +291,11 @@ def test_a_head_answers_only_what_it_was_made_for():
     loaded = LoadedHead(make_head(config, head), head, byte_tokenizer(), config, Path("here"))
     with pytest.raises(ScratchLMError, match="a head for qa, not for classification"):
         classify(loaded, ["a"])
+    with pytest.raises(ValueError, match="answers questions: give --question and --context"):
+        _check_kind("qa", texts=True, question=False)
+    with pytest.raises(ValueError, match="classifies texts: give --text"):
+        _check_kind("classification", texts=False, question=True)
+    with pytest.raises(ScratchLMError, match="line 1: a record must have text; it has 'messages'"):
+        _field({"messages": []}, "text", "line 1")
     with pytest.raises(ScratchLMError, match="18 tokens do not fit the context of 16"):
         answer(loaded, [("question", "context..")])

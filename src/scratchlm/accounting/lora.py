@@ -15,11 +15,17 @@ from dataclasses import dataclass, replace
 from scratchlm.accounting.activations import TOKENS, UNIT, forward_loss, kept_layers, saved_tree
 from scratchlm.accounting.expr import Expr, Number
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
-from scratchlm.accounting.memory import WORKSPACE, memory_bindings, rope_tables
+from scratchlm.accounting.memory import (
+    WORKSPACE,
+    memory_bindings,
+    quantized_weights,
+    rope_tables,
+)
 from scratchlm.accounting.setup import Setup
 from scratchlm.accounting.symbols import H, H_kv, L, N_all, N_lora, b_a, b_r, b_w, d, d_ff, d_h, r
 from scratchlm.config import MLP, ModelConfig, MoE
 from scratchlm.config.lora import LoRA
+from scratchlm.quantization.rule import choose_base
 
 _OF_LEARNING = ("joined weights", "cast weights", "gradient of the LM head")
 
@@ -54,7 +60,7 @@ def adapted_layers(config: ModelConfig, lora: LoRA) -> dict[str, tuple[Expr, Exp
 def lora_memory(config: ModelConfig, lora: LoRA, setup: Setup) -> LoRAMemory:
     """Predict what learning an adapter takes; every block is adapted alike.
 
-    With `bf16-mixed` the base is kept in bfloat16.
+    With `bf16-mixed` the base is kept in bfloat16, with `quantize` its layers in few bits.
     """
     if setup.parallel != "none":
         raise ValueError(f"an adapter's account is for one GPU; got parallel={setup.parallel!r}")
@@ -83,7 +89,7 @@ def lora_memory(config: ModelConfig, lora: LoRA, setup: Setup) -> LoRAMemory:
 def _moments(config: ModelConfig, setup: Setup, adapted: int) -> dict[str, Node]:
     execution = setup.execution
     always = [
-        leaf("base weights", b_w * N_all),
+        *_base(config, setup),
         leaf("adapter weights", 4 * N_lora, note="float32"),
         leaf("adapter moments", 8 * N_lora, note="AdamW: mean and mean square"),
         *rope_tables(config),
@@ -104,10 +110,26 @@ def _moments(config: ModelConfig, setup: Setup, adapted: int) -> dict[str, Node]
         ),
         "backward": group(
             "in the backward pass",
-            [*always, gradients, group("activations", kept), thin, flight],
+            [*always, gradients, group("activations", kept), thin, flight, *_made_wide(setup)],
             UNIT,
         ),
     }
+
+
+def _base(config: ModelConfig, setup: Setup) -> list[Node]:
+    if setup.quantize is None:
+        return [leaf("base weights", b_w * N_all)]
+    held = quantized_weights(choose_base(config, setup.quantize), b_w)
+    return [replace(held, name="base weights")]
+
+
+def _made_wide(setup: Setup) -> list[Node]:
+    """Return what the largest matrix takes on its way from few bits to a product."""
+    if setup.quantize is None:
+        return []
+    if setup.quantize == "nf4":
+        return [leaf("a matrix made wide", 12 * d * d_ff, note="numbers, table's values, product")]
+    return [leaf("a matrix made wide", 4 * d * d_ff + b_a * d * d_ff, note="float32, then cast")]
 
 
 def _without_learning(node: Node) -> Node:

@@ -67,7 +67,7 @@ from scratchlm.accounting.symbols import (
     k,
 )
 from scratchlm.config import MLP, ModelConfig, MoE, Rotary
-from scratchlm.quantization.rule import BLOCKS, choose
+from scratchlm.quantization.rule import BLOCKS, Choice, choose
 
 # What the matmul library takes for itself on a GPU (32 MiB on Hopper), through torch's allocator.
 WORKSPACE = 32 * 2**20
@@ -287,13 +287,17 @@ def _serving_weights(config: ModelConfig, setup: Setup) -> list[Node]:
     """Return the weights in the compute dtype, or by the format the rule gives to each."""
     if setup.quantize is None:
         return [leaf("weights", b_kv * N_all / split(setup))]
-    choices = choose(config, setup.quantize)
+    return [quantized_weights(choose(config, setup.quantize), b_kv)]
+
+
+def quantized_weights(choices: list[Choice], wide: Expr) -> Node:
+    """Return the weights by format; one that stays wide takes `wide` bytes."""
     nodes = []
     for format in dict.fromkeys(choice.format for choice in choices):
         of = [choice for choice in choices if choice.format == format]
         count = sum(choice.weights for choice in of)
         if format is None:
-            nodes.append(leaf("weights that stay wide", b_kv * Num(count)))
+            nodes.append(leaf("weights that stay wide", wide * Num(count)))
             continue
         size, stored = BLOCKS[format]
         if size:
@@ -303,4 +307,4 @@ def _serving_weights(config: ModelConfig, setup: Setup) -> list[Node]:
             rows = sum(choice.weights // choice.shape[-1] for choice in of)
             note = "a byte a weight, and a scale of 4 bytes for each row"
             nodes.append(leaf(f"weights in {format}", Num(count) + Num(rows) * stored, note=note))
-    return [group("weights", nodes)]
+    return group("weights", nodes)

@@ -54,7 +54,8 @@ def account(
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Serve weights in few bits: q8_0, q4_k, …; memory only.",
+            help="Serve weights in few bits: q8_0, q4_k, …; with --lora learn beside nf4 or int8. "
+            "Memory only.",
             show_default="as a MODEL is stored",
         ),
     ] = None,

@@ -58,7 +58,7 @@ def evaluate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Put --lm-eval prompts into the chat template.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="A picture of the figures to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture of the figures (.png).")] = None,
     cases: Annotated[
         Path | None, typer.Option(help="Where to write what each case gave, as JSON Lines.")
     ] = None,
@@ -74,6 +74,7 @@ def evaluate(
     from scratchlm.cli import evaluation_output as output
     from scratchlm.cli import evaluation_run as running
 
+    output.check_places(plot, "--plot", cases)
     models, tasks = running.split_arguments(model, data or [])
     wanted = running.Wanted(
         tasks=[running.open_task(task) for task in tasks],
@@ -98,7 +99,7 @@ def evaluate(
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("compare.png"),
+    out: Annotated[Path, typer.Option(help="The picture (.png) to write.")] = Path("compare.png"),
 ) -> None:
     """Draw the losses and tasks of several runs together, and print where they ended."""
     from rich.console import Console
@@ -106,11 +107,13 @@ def compare(
     from rich.text import Text
 
     from scratchlm.accounting import count_parameters
+    from scratchlm.cli.evaluation_output import check_places
     from scratchlm.durable import write_atomically
     from scratchlm.training import read_metrics, read_plan
     from scratchlm.training.plots import all_tasks, draw_comparison, task_curves
     from scratchlm.training.report import mean_rate
 
+    check_places(out, "--out")
     logs = {str(run): read_metrics(run) for run in runs}
     plans = {str(run): read_plan(run) for run in runs}
     names = [Path(name).absolute().name for name in logs]

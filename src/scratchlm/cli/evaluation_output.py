@@ -97,7 +97,8 @@ def print_tables(found: Sequence[OfModel]) -> None:
             counts = rows[0].counts
             cells = [format_estimate(row.metrics[name]) for row in rows]
             task = visible(rows[0].task) if i == 0 else ""
-            count = f"{counts.get('cases', counts.get('tokens', 0)):,}" if i == 0 else ""
+            unit = "" if "cases" in counts else " tokens"
+            count = f"{counts.get('cases', counts.get('tokens', 0)):,}{unit}" if i == 0 else ""
             table.add_row(Text(task), count, Text(visible(name.replace("_", " "))), *cells)
     console.print(table)
     say("in brackets: 95 % confidence intervals")
@@ -147,6 +148,15 @@ def short_names(found: Sequence[OfModel]) -> list[str]:
     """Return the models' last names, or the whole ones where these are not enough."""
     names = [Path(one.name).absolute().name for one in found]
     return names if len(set(names)) == len(names) else [one.name for one in found]
+
+
+def check_places(picture: Path | None, option: str, *others: Path | None) -> None:
+    """Refuse, before anything is computed, files that could not be written at the end."""
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise ValueError(f"{option} must be a name that ends in .png; got {picture.name!r}")
+    for path in (picture, *others):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
 
 
 def write_cases(path: Path, found: Sequence[OfModel]) -> None:

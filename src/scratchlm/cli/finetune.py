@@ -60,6 +60,10 @@ def finetune(
     ] = None,
     rslora: Annotated[bool, typer.Option("--rslora", help="The factor is α / √rank.")] = False,
     dora: Annotated[bool, typer.Option("--dora", help="Learn magnitudes, too.")] = False,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="nf4 or int8: the model itself in few bits meanwhile (QLoRA)."),
+    ] = None,
     preference: Annotated[
         str | None, typer.Option(help="dpo: learn from chosen and rejected answers.")
     ] = None,
@@ -95,6 +99,7 @@ def finetune(
     With --task, data are texts with labels, or questions with contexts and answers; `predict` uses
     such a model.
     """
+    from scratchlm.cli.training_setup import absolute_tasks
     from scratchlm.cli.tuning_setup import TuneArgs
     from scratchlm.training.settings import parse_overrides
 
@@ -102,6 +107,8 @@ def finetune(
     for section in overrides.keys() - {"train"}:
         raise ValueError(f"fine-tuning keeps the model and its data: {section}. cannot be set")
     table = overrides.get("train", {})
+    if table.get("tasks"):
+        table["tasks"] = absolute_tasks(table["tasks"])
     if steps is not None:
         table["steps"] = steps
     if accelerate is not None:
@@ -115,6 +122,7 @@ def finetune(
         out=out,
         full=full,
         lora={name: value for name, value in lora.items() if value is not None},
+        quantize=quantize,
         preference=preference,
         beta=beta,
         task=task,
@@ -147,7 +155,8 @@ def _finetune(args: Any, resume: bool, device: str, tensorboard: bool) -> int:
     machine = look_at_machine(where)
     if has_run(args.out):
         check_same_tuning(args, read_plan(args.out))
-        again = TrainArgs(data=[], out=args.out, overrides={"train": args.overrides})
+        own = [path for path in (args.data, args.val) if path is not None]
+        again = TrainArgs(data=own, out=args.out, overrides={"train": args.overrides})
         plan = continue_plan(again, machine, say_progress)
     else:
         make = make_tuning_plan if args.task is None else make_task_plan

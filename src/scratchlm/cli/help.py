@@ -44,7 +44,9 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
     },
     "finetune": {
         "The run": ("out", "resume", "epochs", "steps"),
-        "The adapter": ("full", "rank", "alpha", "dropout", "targets", "rslora", "dora"),
+        "The adapter": (
+            *("full", "rank", "alpha", "dropout", "targets", "rslora", "dora", "quantize"),
+        ),
         "The data": ("pack", "val", "val_fraction", "preference", "beta", "task"),
         "What is shown": ("tensorboard",),
         "The machine": ("device", "accelerate"),

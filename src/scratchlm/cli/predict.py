@@ -51,12 +51,21 @@ def predict(
         checkpoint=checkpoint,
         warn=lambda message: say(f"warning: {message}", err=True),
     )
+    _check_kind(loaded.head.kind, texts=bool(text), question=question is not None)
     lines, right = (_classes if loaded.head.kind == "classification" else _answers)(loaded, asked)
     say_checkpoint(model, loaded.source)
     for line in lines:
         say(json.dumps(line, ensure_ascii=False) if as_json else _shown(line))
     if right:
         _say_share(right, as_json)
+
+
+def _check_kind(kind: str, *, texts: bool, question: bool) -> None:
+    """Refuse options that ask for another head than the model's."""
+    if kind == "classification" and question:
+        raise ValueError("the model classifies texts: give --text, not --question and --context")
+    if kind != "classification" and texts:
+        raise ValueError("the model answers questions: give --question and --context, not --text")
 
 
 def _records(
@@ -79,8 +88,12 @@ def _records(
 
 def _field(record: Mapping[str, Any], name: str, place: str) -> str:
     from scratchlm.errors import ScratchLMError
+    from scratchlm.untrusted import shown
 
-    value = record.get(name)
+    if name not in record:
+        got = ", ".join(map(shown, list(record)[:8])) or "nothing"
+        raise ScratchLMError(f"{place}: a record must have {name}; it has {got}")
+    value = record[name]
     if not isinstance(value, str):
         raise ScratchLMError(f"{place}: {name} must be text; got {value!r:.40}")
     return value

@@ -44,6 +44,7 @@ def start_model(path: Path, model_table: dict[str, Any]) -> StartModel:
     from scratchlm.tokenizer import load_tokenizer
 
     source, config = _find(path)
+    _check_weights_learn(source)
     if not any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ScratchLMError(f"{source}: no tokenizer there; training on text needs the model's")
     context = model_table.get("context_length", config.context_length)
@@ -55,6 +56,19 @@ def start_model(path: Path, model_table: dict[str, Any]) -> StartModel:
             )
         config = config.replace(context_length=context)
     return StartModel(config, source, load_tokenizer(source).fingerprint())
+
+
+def _check_weights_learn(source: Path) -> None:
+    """Refuse a checkpoint that says it is no language model with wide weights."""
+    from scratchlm import checkpoint
+
+    if not checkpoint.is_checkpoint(source):
+        return
+    metadata = checkpoint.read_manifest(source)["metadata"]
+    if metadata.get("quantization"):
+        raise ScratchLMError(f"{source}: quantised weights cannot be trained; give the wide model")
+    if metadata.get("head"):
+        raise ScratchLMError(f"{source}: a model with a task head cannot be fine-tuned further")
 
 
 def _find(path: Path) -> tuple[Path, ModelConfig]:
@@ -69,8 +83,7 @@ def _find(path: Path) -> tuple[Path, ModelConfig]:
     found = checkpoint.choose_checkpoint(path)
     if found is None:
         raise ScratchLMError(
-            f"--from {path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face "
-            "directory"
+            f"{path}: must be a run with a checkpoint, a checkpoint, or a Hugging Face directory"
         )
     return found, checkpoint.read_config(found)
 
@@ -107,6 +120,6 @@ def load_start(plan: Plan) -> Start:
     assert plan.start is not None
     loaded = load_model(plan.start, dtype=torch.float32, accelerate=False)
     if loaded.is_quantized:
-        raise ScratchLMError(f"--from {plan.start}: quantised weights cannot be trained")
+        raise ScratchLMError(f"{plan.start}: quantised weights cannot be trained")
     fingerprint = base_fingerprint(loaded.source)
     return Start(loaded.model.state_dict(), loaded.eos_ids, loaded.source, fingerprint)

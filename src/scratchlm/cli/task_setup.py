@@ -8,7 +8,7 @@ from scratchlm.cli.starting import start_model
 from scratchlm.cli.tuning_setup import TuneArgs, hold_out, tuning_settings, write_data
 from scratchlm.config.heads import HEADS, TaskHead
 from scratchlm.data.conversations import Example
-from scratchlm.data.examples import read_examples
+from scratchlm.data.examples import gather_examples, read_examples
 from scratchlm.data.labelled import find_labels, read_answered, read_classified
 from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import wilson_interval
@@ -16,7 +16,7 @@ from scratchlm.training.choosing import Machine
 from scratchlm.training.heads import HeadValidation, count_right
 from scratchlm.training.plan import Plan
 from scratchlm.training.settings import TrainConfig
-from scratchlm.training.tuning import Tuning
+from scratchlm.training.tuning import Tuning, check_tuning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,11 +51,13 @@ def make_task_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
         train, val = hold_out(train, args.val_fraction, 1)
     if not train:
         raise ScratchLMError(f"{args.data}: there is nothing to learn from")
-    files, examples = write_data(args.out, started, tokenizer, None, train, val)
+    tuning = Tuning(packed=False, head=head)
+    examples = gather_examples(train, started.fingerprint)
+    settings = tuning_settings(args, tuning, started.config, examples, machine)
+    check_tuning(tuning, settings, started.config)
+    files = write_data(args.out, started, tokenizer, None, examples, val)
     of = f", labels {', '.join(head.labels[:8])}" if head.labels else ""
     say(f"data: {len(train):,} examples{of}; {len(val):,} held out")
-    tuning = Tuning(packed=False, head=head)
-    settings = tuning_settings(args, tuning, started.config, examples, machine)
     return Plan(started.config, settings, files, start=started.source, tuning=tuning)
 
 
@@ -65,6 +67,8 @@ def _check_options(args: TuneArgs) -> None:
     if args.lora:
         option = next(iter(args.lora)).replace("_", "-")
         raise ValueError(f"--{option} is for LoRA; with --task all weights learn")
+    if args.quantize is not None:
+        raise ValueError("--quantize is for LoRA; with --task all weights learn")
     if args.preference is not None or args.beta is not None:
         raise ValueError("--preference learns from pairs of answers; it has no effect with --task")
     if args.val is not None and args.val_fraction is not None:

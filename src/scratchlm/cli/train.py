@@ -285,13 +285,14 @@ def carry_out(
     best = outcome.progress.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
     say_progress(f"{outcome.ended} at step {outcome.progress.step:,}{held_out}")
+    has_head = plan.tuning is not None and plan.tuning.head is not None
+    users = "predict and export" if has_head else "evaluate, generate and export"
     if outcome.progress.best_step not in (None, outcome.progress.step):
         say_progress(
             f"warning: the held-out loss has risen since step {outcome.progress.best_step:,}, the "
-            "checkpoint that evaluate, generate and export take; fewer steps, a smaller model or "
-            "train.patience would save the rest"
+            f"checkpoint that {users} take; fewer steps, a smaller model or train.patience would "
+            "save the rest"
         )
-    has_head = plan.tuning is not None and plan.tuning.head is not None
     heads = None if has_head else attention_section(out)
     typed = shlex.join(["scratchlm", *sys.argv[1:]])
     try:

@@ -143,11 +143,12 @@ def config_tables(args: TrainArgs) -> dict[str, Any]:
     tables = merge(tables, args.overrides)
     tasks = tables.get("train", {}).get("tasks")
     if tasks:  # a session that goes on may begin elsewhere
-        tables["train"] = {**tables["train"], "tasks": _absolute(tasks)}
+        tables["train"] = {**tables["train"], "tasks": absolute_tasks(tasks)}
     return tables
 
 
-def _absolute(tasks: Any) -> Any:
+def absolute_tasks(tasks: Any) -> Any:
+    """Return train.tasks with whole paths."""
     names = tasks.split(",") if isinstance(tasks, str) else tasks
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return tasks  # refused where settings are checked

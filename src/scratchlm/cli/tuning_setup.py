@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING, Any
 from scratchlm.accounting import count_parameters
 from scratchlm.checkpoint import is_checkpoint, read_manifest
 from scratchlm.cli.starting import LR_FACTOR, StartModel, start_model
+from scratchlm.cli.train import epochs
 from scratchlm.config import ModelConfig
 from scratchlm.config.lora import LoRA
 from scratchlm.data.conversations import Encoder, Example, default_template
-from scratchlm.data.examples import Examples, Rows, write_examples
+from scratchlm.data.examples import (
+    Examples,
+    Rows,
+    gather_examples,
+    save_examples,
+    write_examples,
+)
 from scratchlm.data.permutation import derive_key, permute
 from scratchlm.data.records import read_records
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
+from scratchlm.evaluation import read_task
 from scratchlm.tokenizer.chat_template import CONFIG, ChatTemplate
 from scratchlm.training.choosing import Machine
 from scratchlm.training.plan import DataFiles, Plan
 from scratchlm.training.settings import TrainConfig
-from scratchlm.training.tuning import Tuning
+from scratchlm.training.tuning import Tuning, check_tuning
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +53,7 @@ class TuneArgs:
     out: Path
     full: bool = False
     lora: dict[str, Any] = field(default_factory=dict)
+    quantize: str | None = None
     preference: str | None = None
     beta: float | None = None
     task: str | None = None
@@ -59,10 +68,13 @@ class TuneArgs:
         if self.full and self.lora:
             option = next(iter(self.lora)).replace("_", "-")
             raise ValueError(f"--{option} is for LoRA and has no effect beside --full")
+        if self.full and self.quantize is not None:
+            raise ValueError("--quantize is for LoRA: with --full the model's weights learn")
         if self.beta is not None and self.preference is None:
             raise ValueError("--beta needs --preference dpo")
         return Tuning(
             lora=None if self.full else LoRA(**self.lora),
+            quantize=self.quantize,
             packed=self.packed and self.preference is None,
             preference=self.preference,
             beta=0.1 if self.beta is None else self.beta,
@@ -91,37 +103,64 @@ def make_tuning_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
         train, val = hold_out(train, args.val_fraction, 2 if is_pairs else 1)
     if not train:
         raise ScratchLMError(f"{args.data}: there is nothing to learn from")
-    files, examples = write_data(args.out, started, encoder.tokenizer, template, train, val)
+    examples = gather_examples(train, started.fingerprint)
+    settings = tuning_settings(args, tuning, started.config, examples, machine)
+    check_tuning(tuning, settings, started.config)
+    for path in settings.task_files:
+        read_task(path)
+    files = write_data(args.out, started, encoder.tokenizer, template, examples, val)
     learnt = sum(sum(example.learns) for example in train)
     say(
         f"data: {len(train):,} examples of {len(examples.ids):,} tokens, {learnt:,} of them learnt"
         f"; {len(val):,} held out"
     )
-    settings = tuning_settings(args, tuning, started.config, examples, machine)
     return Plan(started.config, settings, files, start=started.source, tuning=tuning)
 
 
 def check_same_tuning(args: TuneArgs, plan: Plan) -> None:
     """Refuse options that would make another run of the one that is gone on with."""
-    if plan.tuning is None:
+    tuning = plan.tuning
+    if tuning is None:
         raise ScratchLMError(
             f"{args.out} is no run of fine-tuning; `scratchlm train` goes on with it"
         )
-    held_task = None if plan.tuning.head is None else plan.tuning.head.kind
-    if args.task is not None and args.task != held_task:
-        raise ValueError(f"--task cannot change in a run that was begun; it is {held_task}")
-    asked: dict[str, Any] = {**args.lora}
-    held = {} if plan.tuning.lora is None else plan.tuning.lora.to_dict()
-    for name, value in asked.items():
-        now = list(value) if isinstance(value, tuple) else value
-        if held.get(name) != now:
+    if args.model is not None:
+        asked, began = args.model.absolute(), plan.start
+        if began is None or asked not in (began.absolute(), *began.absolute().parents):
+            raise ValueError(f"{args.out} was begun from {began}, not from {args.model}")
+    held = {} if tuning.lora is None else tuning.lora.to_dict()
+    held |= {
+        "full": tuning.lora is None,
+        "quantize": tuning.quantize,
+        "preference": tuning.preference,
+        "beta": tuning.beta,
+        "task": None if tuning.head is None else tuning.head.kind,
+        "no-pack": not tuning.packed,
+        "epochs": args.epochs if _same_epochs(args, plan) else float(f"{epochs(plan):.3g}"),
+    }
+    asked_for = {
+        **{name: list(v) if isinstance(v, tuple) else v for name, v in args.lora.items()},
+        "full": args.full or None,
+        "quantize": args.quantize,
+        "preference": args.preference,
+        "beta": args.beta,
+        "task": args.task,
+        "no-pack": None if args.packed else True,
+        "epochs": args.epochs,
+    }
+    for name, value in asked_for.items():
+        if value is not None and held.get(name) != value:
             raise ValueError(
                 f"--{name} cannot change in a run that was begun; it is {held.get(name)!r}"
             )
-    if args.full and plan.tuning.lora is not None:
-        raise ValueError("--full cannot change in a run that was begun: it learns an adapter")
-    if args.preference is not None and args.preference != plan.tuning.preference:
-        raise ValueError("--preference cannot change in a run that was begun")
+
+
+def _same_epochs(args: TuneArgs, plan: Plan) -> bool:
+    """Say whether --epochs gives as many steps as the run has."""
+    if args.epochs is None:
+        return True
+    steps = plan.train.steps
+    return max(1, round(args.epochs * steps / epochs(plan))) == steps
 
 
 def _encoder(started: StartModel, data: Path) -> tuple[Encoder, ChatTemplate | None]:
@@ -177,9 +216,9 @@ def write_data(
     started: StartModel,
     tokenizer: Tokenizer | CharTokenizer,
     template: ChatTemplate | None,
-    train: list[Example],
+    train: Examples,
     val: list[Example],
-) -> tuple[DataFiles, Examples]:
+) -> DataFiles:
     """Write the encoded examples, the tokenizer and its template into the run."""
     folder = out / "data"
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,12 +230,12 @@ def write_data(
         tokenizer.save(folder)
     if template is not None:
         write_atomically(folder / CONFIG, template.to_bytes())
-    examples = write_examples(folder / "train.examples", train, started.fingerprint)
+    save_examples(folder / "train.examples", train)
     held_out = None
     if val:
         held_out = folder / "val.examples"
         write_examples(held_out, val, started.fingerprint)
-    return DataFiles(folder / "train.examples", held_out, copy), examples
+    return DataFiles(folder / "train.examples", held_out, copy)
 
 
 def tuning_settings(
@@ -231,7 +270,7 @@ def tuning_settings(
     }
     if tuning.preference is not None:
         chosen["cuda_graph"] = False
-    if tuning.head is not None:
+    if tuning.head is not None or tuning.quantize is not None:
         chosen |= {"cuda_graph": False, "compile": "off"}
     return TrainConfig.from_dict({**chosen, **args.overrides})
 

@@ -15,7 +15,7 @@ import bisect
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ class Examples:
         return self.ids[begin:end].astype(np.int64), self.learns[begin:end].astype(bool)
 
 
-def write_examples(path: Path, examples: Iterable[Example], tokenizer: str) -> Examples:
-    """Write examples into one file, whole or not at all."""
+def gather_examples(examples: Iterable[Example], tokenizer: str) -> Examples:
+    """Put examples end to end."""
     ids: list[int] = []
     learns: list[bool] = []
     ends: list[int] = []
@@ -74,11 +74,28 @@ def write_examples(path: Path, examples: Iterable[Example], tokenizer: str) -> E
         name: np.array(values, dtype=_ARRAYS[name])
         for name, values in (("ends", ends), ("ids", ids), ("learns", learns))
     }
-    data = b"".join(array.tobytes() for array in arrays.values())
-    head = {"examples": len(ends), "tokens": len(ids), "tokenizer": tokenizer}
-    head["crc32"] = zlib.crc32(data)
-    write_atomically(path, _MAGIC + json.dumps(head).encode() + b"\n" + data)
+    head = {"tokens": len(ids), "crc32": zlib.crc32(_bytes(arrays)), "tokenizer": tokenizer}
     return _examples(head, arrays)
+
+
+def save_examples(path: Path, examples: Examples) -> None:
+    """Write examples into one file, whole or not at all."""
+    known = examples.fingerprint
+    head = {"examples": len(examples), "tokens": known["count"], "tokenizer": known["tokenizer"]}
+    head["crc32"] = known["crc32"]
+    data = _bytes({name: getattr(examples, name) for name in _ARRAYS})
+    write_atomically(path, _MAGIC + json.dumps(head).encode() + b"\n" + data)
+
+
+def write_examples(path: Path, examples: Iterable[Example], tokenizer: str) -> Examples:
+    """Gather examples and write them."""
+    gathered = gather_examples(examples, tokenizer)
+    save_examples(path, gathered)
+    return gathered
+
+
+def _bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    return b"".join(arrays[name].tobytes() for name in _ARRAYS)
 
 
 def read_examples(path: str | os.PathLike[str]) -> Examples:
@@ -94,7 +111,8 @@ def read_examples(path: str | os.PathLike[str]) -> Examples:
             arrays[name] = np.frombuffer(data, dtype, counts[name], at)
             at += arrays[name].nbytes
         whole = at == len(data) and zlib.crc32(data) == head["crc32"]
-    except (KeyError, TypeError, ValueError):
+        whole = whole and isinstance(head["tokenizer"], str)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         whole = False
     if not whole:
         raise ScratchLMError(f"{os.fspath(path)} is damaged: it is not what was written")

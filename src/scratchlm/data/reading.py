@@ -209,8 +209,10 @@ def open_parquet(source: Source) -> Any:
             f"{source.name}: reading Parquet needs pyarrow: pip install 'scratchlm[parquet]'"
         ) from None
     try:
-        return pyarrow.parquet.ParquetFile(source.path)
-    except (pyarrow.ArrowException, OSError) as error:
+        file = pyarrow.parquet.ParquetFile(source.path)
+        _ = file.schema_arrow.names  # which may not be UTF-8
+        return file
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _broken_parquet(source, error) from None
 
 

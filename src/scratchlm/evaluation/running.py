@@ -67,7 +67,10 @@ class Evaluator:
     def run(self, task: tasks.Task) -> Result:
         """Run a task."""
         runs = {"text": self._texts, "choice": self._choices, "next": self._next}
-        return runs.get(task.kind, self._answers)(task)
+        try:
+            return runs.get(task.kind, self._answers)(task)
+        except ScratchLMError as error:
+            raise ScratchLMError(f"{task.name}: {error}") from None
 
     # Kinds
 
@@ -83,7 +86,7 @@ class Evaluator:
             nats[owner] -= scored.total
             counts[owner] += len(scored.logprobs)
         if not sum(counts) or not sum(sizes):
-            raise ScratchLMError(f"{task.name}: the documents are too short to be scored")
+            raise ScratchLMError("the documents are too short to be scored")
         loss = ratio_interval(nats, counts)
         metrics = {
             "loss": loss,
@@ -123,9 +126,11 @@ class Evaluator:
 
     def _answers(self, task: tasks.Task) -> Result:
         prompts, cut = [], 0
+        usual = min(tasks.MAX_NEW_TOKENS, max(1, self.context // 2))
         for case in task.cases:
-            ids, was_cut = fit_prompt(self.loaded, case.prompt, case.max_new_tokens)
-            prompts.append((ids, case.max_new_tokens, case.stop))
+            limit = case.max_new_tokens or usual
+            ids, was_cut = fit_prompt(self.loaded, case.prompt, limit)
+            prompts.append((ids, limit, case.stop))
             cut += was_cut
         cases, right = [], 0
         for case, found in zip(task.cases, self.generate(prompts), strict=True):

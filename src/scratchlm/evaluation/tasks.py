@@ -48,7 +48,7 @@ class Answer:
     prompt: str
     answers: tuple[str, ...]
     stop: tuple[str, ...] = STOP
-    max_new_tokens: int = MAX_NEW_TOKENS
+    max_new_tokens: int | None = None  # None: MAX_NEW_TOKENS, half the model's context at most
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _case(kind: str, table: Mapping[str, Any]) -> Case:
                 _text(table, "prompt"),
                 _texts(table, "answer"),
                 _texts(table, "stop") if "stop" in table else STOP,
-                _limit(table.get("max_new_tokens", MAX_NEW_TOKENS)),
+                _limit(table["max_new_tokens"]) if "max_new_tokens" in table else None,
             )
         case _:
             return Next(_text(table, "context"), _text(table, "next"))

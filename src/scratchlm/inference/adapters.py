@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scratchlm import checkpoint
 from scratchlm.config import ModelConfig
 from scratchlm.config.lora import LoRA
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.peft import Adapter, is_peft_directory, read_peft
+from scratchlm.model import TransformerLM
 from scratchlm.ops.lora import merged_weight
+from scratchlm.quantization.convert import round_weights
+from scratchlm.quantization.rule import BASES, choose_base
 from scratchlm.untrusted import inner_file, open_regular, read_bytes, shown
 
 _PARTS = ("lora_A", "lora_B", "lora_magnitude")
@@ -60,7 +62,11 @@ def read_adapter(path: Path) -> Adapter:
         if plain == name or plain.rpartition(".")[2] not in _PARTS:
             raise ScratchLMError(f"{path}: {shown(name)} is no tensor of an adapter")
         tensors[plain] = tensor
-    return Adapter(config, tensors)
+    quantize = record.get("quantize")
+    if quantize not in (None, *BASES):
+        known = " or ".join(BASES)
+        raise ScratchLMError(f"{path}: quantize must be {known}; got {shown(quantize)}")
+    return Adapter(config, tensors, quantize=quantize)
 
 
 def find_adapter(path: str | os.PathLike[str], config: ModelConfig) -> Adapter:
@@ -88,8 +94,11 @@ def check_base(record: Mapping[str, Any], where: Path) -> Path:
 
 
 @torch.no_grad()
-def merge_into(state: Mapping[str, Tensor], adapter: Adapter, where: object) -> None:
-    """Put an adapter into a model's weights, in place."""
+def merge_into(model: TransformerLM, adapter: Adapter, where: object) -> None:
+    """Put an adapter into a model's weights, in place: into the values it learnt beside."""
+    state = model.state_dict()
+    if adapter.quantize is not None:
+        round_weights(state, choose_base(model.config, adapter.quantize))
     for layer in adapter.layers():
         weight = state.get(f"{layer}.weight")
         a, b, magnitude = (adapter.tensors.get(f"{layer}.{part}") for part in _PARTS)
@@ -97,6 +106,9 @@ def merge_into(state: Mapping[str, Tensor], adapter: Adapter, where: object) -> 
             raise ScratchLMError(f"{where}: the adapter joins {shown(layer)}, which does not fit")
         if (len(b), a.shape[1]) != tuple(weight.shape) or b.shape[1] != len(a):
             raise ScratchLMError(f"{where}: the adapter of {shown(layer)} has another shape")
+        found = None if magnitude is None else tuple(magnitude.shape)
+        if found != ((len(b),) if adapter.config.dora else None):
+            raise ScratchLMError(f"{where}: the magnitudes of {shown(layer)} do not fit its config")
         a, b = a.to(weight.device), b.to(weight.device)
         magnitude = None if magnitude is None else magnitude.to(weight.device)
         weight.copy_(merged_weight(weight, a, b, adapter.scale(layer), magnitude))

@@ -127,7 +127,7 @@ def load_model(
     loaded = _load(path, make, checkpoint, warn)
     if adapter is not None:
         _refuse_quantized(loaded, adapter)
-        merge_into(loaded.model.state_dict(), find_adapter(adapter, loaded.config), adapter)
+        merge_into(loaded.model, find_adapter(adapter, loaded.config), adapter)
     template = loaded.chat_template or _template_in(loaded.source, warn)
     return replace(loaded, accelerate=accelerate, chat_template=template)
 
@@ -204,7 +204,7 @@ def _load_adapted(path: Path, record: Mapping[str, Any], build: Build) -> Loaded
     """Load the base of an adapter, and put the adapter into its weights."""
     base = _load(check_base(record, path), build, None, None)
     _refuse_quantized(base, path)
-    merge_into(base.model.state_dict(), read_adapter(path), path)
+    merge_into(base.model, read_adapter(path), path)
     tokenizer, problem = _tokenizer_in(path)
     eos_ids = checkpoint.read_manifest(path)["metadata"].get("eos_token_ids")
     return replace(

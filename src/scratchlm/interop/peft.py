@@ -6,10 +6,14 @@
 
 Where a family keeps several of our layers in one (GPT-2's c_attn), an adapter of theirs is split by
 rows of B. Ours are written as one of the summed rank: A one below the other, B block by block.
+
+What we write carries a hash of its tensors and factors in the file's metadata, which PEFT passes
+over: damage shows when it is read here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -36,6 +40,7 @@ from scratchlm.interop.safetensors_file import (
     opened,
     read_exactly,
     read_header,
+    read_metadata,
 )
 from scratchlm.interop.streaming import is_finite
 from scratchlm.interop.writing import half_layout, interleaved_layout
@@ -50,6 +55,8 @@ _REFUSED = (
     *("trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("kasa_config", "velora_config", "monteclora_config", "megatron_config"),
 )
+_HASH = "scratchlm_sha256"
+_HASHED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # that leave the base as it was
 
 
@@ -60,6 +67,7 @@ class Adapter:
     config: LoRA
     tensors: Mapping[str, Tensor]  # LAYER.lora_A, LAYER.lora_B, LAYER.lora_magnitude
     scales: Mapping[str, float] = field(default_factory=dict)  # where not the config's
+    quantize: str | None = None  # what its base was stored as while it learnt
 
     def layers(self) -> list[str]:
         """Return the layers it joins."""
@@ -107,6 +115,8 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
     table = read_json(inner_file(path, CONFIG), MAX_CONFIG_BYTES)
     config = _read_config(table, path)
     theirs = _read_tensors(path)
+    written = read_metadata(path / WEIGHTS, _MAX_HEADER_BYTES).get(_HASH)
+    is_whole = written in (None, _hash(theirs, table))
     tensors: dict[str, Tensor] = {}
     scales: dict[str, float] = {}
     for name, links in _groups(model):
@@ -144,6 +154,8 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
         raise ScratchLMError(f"{path}: tensors of no layer of this model: {listed(theirs)}")
     if not tensors:
         raise ScratchLMError(f"{path}: the adapter holds no tensors")
+    if not is_whole:
+        raise ScratchLMError(f"{path} is damaged or was edited: it is not what was written")
     return Adapter(config, tensors, scales)
 
 
@@ -222,6 +234,17 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
+def _hash(tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> str:
+    """Return a hash of an adapter's tensors, and of what its factors are made from."""
+    said = json.dumps([table.get(word) for word in _HASHED], sort_keys=True)
+    digest = hashlib.sha256(said.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 # Writing
 
 
@@ -258,7 +281,7 @@ def write_peft(
     table = _config_table(model, adapter.config, names, ranks, alphas, base)
     with whole_directory(directory) as beside:
         write_file(beside / CONFIG, [(json.dumps(table, indent=2) + "\n").encode()])
-        write_file(beside / WEIGHTS, _file_bytes(tensors))
+        write_file(beside / WEIGHTS, _file_bytes(tensors, _hash(tensors, table)))
     return directory
 
 
@@ -330,8 +353,8 @@ def _target_words(names: list[str], every: list[str]) -> list[str]:
     return sorted(names)
 
 
-def _file_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _file_bytes(tensors: Mapping[str, Tensor], digest: str) -> Iterator[bytes | memoryview]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _HASH: digest}}
     at = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in order:

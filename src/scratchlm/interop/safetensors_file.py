@@ -70,6 +70,24 @@ class Stored:
 
 def read_header(path: Path, max_header_bytes: int) -> dict[str, Stored]:
     """Parse and validate a header: return where every tensor of the file lies."""
+    header, length, size = _read_table(path, max_header_bytes)
+    header.pop("__metadata__", None)
+    spans = {name: _span(name, entry, path) for name, entry in header.items()}
+    _check_cover(spans, size - 8 - length, path)
+    return {
+        name: Stored(path, dtype, shape, 8 + length + begin)
+        for name, (dtype, shape, begin, _) in spans.items()
+    }
+
+
+def read_metadata(path: Path, max_header_bytes: int) -> dict[str, str]:
+    """Return the texts that a file says of itself."""
+    found: dict[str, str] = _read_table(path, max_header_bytes)[0].get("__metadata__", {})
+    return found
+
+
+def _read_table(path: Path, max_header_bytes: int) -> tuple[dict[str, Any], int, int]:
+    """Return the header, its length, and the file's."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -89,13 +107,8 @@ def read_header(path: Path, max_header_bytes: int) -> dict[str, Stored]:
     if not text.startswith(b"{"):
         raise ScratchLMError(f"{path}: the header of a safetensors file must begin with '{{'")
     header = parse_json(text, str(path))
-    _check_metadata(header.pop("__metadata__", {}), path)
-    spans = {name: _span(name, entry, path) for name, entry in header.items()}
-    _check_cover(spans, size - 8 - length, path)
-    return {
-        name: Stored(path, dtype, shape, 8 + length + begin)
-        for name, (dtype, shape, begin, _) in spans.items()
-    }
+    _check_metadata(header.get("__metadata__", {}), path)
+    return header, length, size
 
 
 def _check_metadata(metadata: Any, path: Path) -> None:

@@ -7,7 +7,7 @@ replaces every layer whose matrix the rule chooses (`rule.py`); the others stay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,25 @@ from torch import Tensor, nn
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import TiedHead
-from scratchlm.ops.quantized import quantize
+from scratchlm.ops.quantized import dequantize, quantize
 from scratchlm.quantization.layers import QuantizedLayer, QuantizedTiedHead, quantized_layer
-from scratchlm.quantization.rule import Choice, choose
+from scratchlm.quantization.rule import Choice, choose, choose_base
+
+
+def quantize_model(model: TransformerLM, to: str) -> list[Choice]:
+    """Replace the layers that the rule chooses, in place; return what became of every tensor."""
+    return _quantize(model, choose(model.config, to))
+
+
+def quantize_base(model: TransformerLM, to: str) -> list[Choice]:
+    """Replace the matrices of the layers, in place, for an adapter to learn beside (QLoRA)."""
+    choices = _quantize(model, choose_base(model.config, to))
+    recompute_matrices(model)
+    return choices
 
 
 @torch.no_grad()
-def quantize_model(model: TransformerLM, to: str) -> list[Choice]:
-    """Replace the layers that the rule chooses, in place; return what became of every tensor."""
-    choices = choose(model.config, to)
+def _quantize(model: TransformerLM, choices: list[Choice]) -> list[Choice]:
     for choice in choices:
         if choice.format is None:
             continue
@@ -75,6 +85,23 @@ def fill(
             module.fill(tensor if name == choice.stored_name else packed_as(choice, tensor))
         else:
             getattr(module, choice.name.rpartition(".")[2]).copy_(tensor)
+
+
+def recompute_matrices(model: nn.Module) -> None:
+    """Let a backward pass compute every matrix again: kept, they would take what bytes save."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer):
+            module.recomputes = True
+
+
+@torch.no_grad()
+def round_weights(state: Mapping[str, Tensor], choices: Sequence[Choice]) -> None:
+    """Give wide weights, in place, the values that are left of them where they are quantised."""
+    for choice in choices:
+        if choice.format is not None:
+            weight = state[choice.name]
+            rows = packed_as(choice, weight).flatten(0, -2)
+            weight.copy_(dequantize(rows, choice.format).view(weight.shape))
 
 
 def packed_as(choice: Choice, weight: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class QuantizedLayer(nn.Module):
     """A matrix (…, rows, d_in) as bytes (…, rows, bytes_per_row)."""
 
     stored: Tensor  # the bytes in their layout, on their device
+    recomputes = False  # whether a backward pass computes the matrix again and does not keep it
 
     def __init__(
         self, packed: UInt8[Tensor, "*experts rows bytes"], format: str, dtype: torch.dtype
@@ -205,10 +206,29 @@ def rounds(layer: QuantizedLayer, x: Tensor) -> bool:
 
 def product(layer: QuantizedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by the matrix of a layer, by the formula."""
+    if layer.recomputes and torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Recomputed.apply(x, layer)
+        return y if bias is None else y + bias.to(y.dtype)
     if rounds(layer, x):
         x = rounded(x)
     ops: Any = layer.ops
     return ops.linear(x, layer.dequantized().to(x.dtype), bias)
+
+
+class _Recomputed(torch.autograd.Function):
+    """y = Ŵ x, and going backward dx = Ŵᵀ dy: the matrix is not kept between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLayer) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        ops: Any = layer.ops
+        y: Tensor = ops.linear(x, layer.dequantized().to(x.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.layer.dequantized().to(dy.dtype)
+        return (dy @ weight).to(ctx.dtype), None
 
 
 def quantized_layer(module: nn.Module, packed: Tensor, format: str) -> nn.Module:

@@ -7,12 +7,15 @@
 `q4_k_m` is q4_k with the values' and the feed-forward layer's second matrix of every third layer,
 and of the first and last eighth, in q6_k: errors there are felt most. A matrix whose rows are not
 whole blocks takes the next format that fits.
+
+A base that stands still while an adapter learns beside it (arXiv:2305.14314) has the matrices of
+its layers alone in few bits, in a format whose products leave the other factor as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from scratchlm.config import ModelConfig
@@ -29,6 +32,7 @@ BLOCKS = {
     "fp8": (0, 4),
 }
 TARGETS = ("q8_0", "q6_k", "q4_k", "q4_k_m", "q4_0", "nf4", "int8", "fp8")
+BASES = ("nf4", "int8")  # of what an adapter learns beside
 # What comes next where rows are not whole blocks; None: the matrix stays wide.
 _NEXT = {"q4_k": "q4_0", "q6_k": "q8_0"}
 _FOUR_BITS = ("q4_0", "q4_k", "nf4")
@@ -80,6 +84,19 @@ def choose(config: ModelConfig, to: str) -> list[Choice]:
         Choice(name, shape, _format(name, shape, config, to))
         for name, shape in parameter_shapes(config)
     ]
+
+
+def choose_base(config: ModelConfig, to: str) -> list[Choice]:
+    """Return what becomes of every tensor of a base that an adapter learns beside."""
+    if to not in BASES:
+        raise ValueError(f"an adapter learns beside {' or '.join(BASES)}; got {to!r}")
+    choices = [
+        choice if choice.name.startswith("layers.") else replace(choice, format=None)
+        for choice in choose(config, to)
+    ]
+    if not any(choice.format for choice in choices):
+        raise ValueError(f"{to} takes rows of whole blocks of {BLOCKS[to][0]}: no matrix has them")
+    return choices
 
 
 def alternatives(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:

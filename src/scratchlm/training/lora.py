@@ -25,8 +25,10 @@ from scratchlm.config.lora import LoRA
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import Linear
 from scratchlm.ops.lora import merged_weight, row_norms
+from scratchlm.quantization.layers import QuantizedLinear
 
 DEFAULT = "default"
+LINEARS = (Linear, QuantizedLinear)  # what can be adapted, and subclasses of it
 PARTS = ("lora_A", "lora_B", "lora_magnitude")
 
 
@@ -41,9 +43,12 @@ class Term:
     dropout: float = 0.0
 
 
-class LoRALinear(Linear):
-    """y = W x + b + Σ s · B A x over the active adapters."""
+class LoRALayer(nn.Module):
+    """y = W x + b + Σ s · B A x over the active adapters; W x + b is that of the class it joins."""
 
+    weight: Tensor
+    bias: nn.Parameter | None
+    ops: Any
     lora_A: nn.ParameterDict
     lora_B: nn.ParameterDict
     lora_magnitude: nn.ParameterDict
@@ -92,11 +97,9 @@ class LoRALinear(Linear):
 
 
 @cache
-def adapted_class(kind: type[Linear]) -> type[LoRALinear]:
+def adapted_class(kind: type[nn.Module]) -> type[LoRALayer]:
     """Return the class of an adapted layer, whatever kind of Linear it was."""
-    made: Any = LoRALinear
-    if kind is not Linear:
-        made = type(f"LoRA{kind.__name__}", (LoRALinear, kind), {})
+    made = type(f"LoRA{kind.__name__}", (LoRALayer, kind), {})
     acceleration.register_adapted(made)
     return made
 
@@ -139,7 +142,7 @@ def apply_lora(
 
 def find_targets(model: nn.Module, config: LoRA) -> Iterator[tuple[str, Any]]:
     """Yield the Linear layers a config names; a word that names none is refused."""
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, Linear)]
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, LINEARS)]
     for word in config.targets:
         alone = LoRA(targets=(word,))
         if not any(alone.matches(name) for name, _ in linears):
@@ -152,7 +155,7 @@ def find_targets(model: nn.Module, config: LoRA) -> Iterator[tuple[str, Any]]:
 
 
 def _adapt(layer: Any) -> None:
-    if isinstance(layer, LoRALinear):
+    if isinstance(layer, LoRALayer):
         return
     kind: Any = type(layer)
     layer.__class__ = adapted_class(kind)
@@ -179,9 +182,9 @@ def add_adapter(layer: Any, name: str, config: LoRA, dtype: torch.dtype = torch.
     layer.adapters[name], layer.scales[name] = config, config.scale
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
     """Return the adapted layers by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALayer)}
 
 
 def set_adapters(model: nn.Module, names: Sequence[str]) -> None:
@@ -203,15 +206,17 @@ def set_adapters(model: nn.Module, names: Sequence[str]) -> None:
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
     """Put the active adapters into the weights; `unmerge` takes them out again, to the bit."""
-    for name, layer in lora_layers(model).items():
-        if layer.kept_weight is not None:
-            continue
+    layers = {n: layer for n, layer in lora_layers(model).items() if layer.kept_weight is None}
+    for name, layer in layers.items():
         terms = layer.terms()
         if len(terms) > 1 and any(term.magnitude is not None for term in terms):
             raise ScratchLMError(f"{name}: several adapters with DoRA do not merge into one matrix")
+        if isinstance(layer, QuantizedLinear):
+            raise ScratchLMError(f"{name}: an adapter cannot be put into quantised weights")
+    for layer in layers.values():
         kept = layer.weight.detach().clone()
         weight = kept
-        for term in terms:
+        for term in layer.terms():
             weight = merged_weight(weight, term.a, term.b, term.scale, term.magnitude)
         layer.weight.copy_(weight)
         layer.kept_weight = kept
@@ -268,7 +273,7 @@ def load_adapter(
     modules = dict(model.named_modules())
     layers = {path.rpartition(".")[0]: path for path in tensors if path.endswith(".lora_A")}
     for path in layers:
-        if not isinstance(modules.get(path), Linear):
+        if not isinstance(modules.get(path), LINEARS):
             raise ScratchLMError(f"the adapter joins {path!r}, which is no Linear of this model")
     if freeze:
         for p in model.parameters():

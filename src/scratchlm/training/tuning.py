@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scratchlm import acceleration
+from scratchlm.config import ModelConfig
 from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
 from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation, read_examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.quantization.convert import fill, make_room, recompute_matrices
+from scratchlm.quantization.rule import BASES, choose_base
 from scratchlm.training.heads import (
     HeadBatches,
     HeadLearner,
@@ -29,7 +32,7 @@ from scratchlm.training.heads import (
 )
 from scratchlm.training.learner import Learner
 from scratchlm.training.loop import Data
-from scratchlm.training.lora import apply_lora
+from scratchlm.training.lora import apply_lora, find_targets
 from scratchlm.training.preference import (
     NAME,
     PreferenceBatches,
@@ -52,12 +55,18 @@ class Tuning:
     """What makes a run one of fine-tuning."""
 
     lora: LoRA | None = None  # None: all weights learn
+    quantize: str | None = None  # what the base is stored as while an adapter learns beside it
     packed: bool = True  # several examples to a row
     preference: str | None = None  # dpo: learn from pairs
     beta: float = 0.1  # of dpo: how far from the start the model may go; smaller is farther
     head: TaskHead | None = None  # trained with all weights, in place of the LM head
 
     def __post_init__(self) -> None:
+        if self.quantize is not None and (self.quantize not in BASES or self.lora is None):
+            raise ValueError(
+                f"quantize stores the base of an adapter as {' or '.join(BASES)}; "
+                f"got quantize={self.quantize!r}" + ("" if self.lora else " without lora")
+            )
         if self.preference is not None and self.preference not in PREFERENCES:
             raise ValueError(
                 f"preference must be one of {', '.join(PREFERENCES)}; got {self.preference!r}"
@@ -70,6 +79,8 @@ class Tuning:
     def to_dict(self) -> dict[str, Any]:
         """Write as plain values."""
         table: dict[str, Any] = {"packed": self.packed, "beta": self.beta}
+        if self.quantize is not None:
+            table["quantize"] = self.quantize
         if self.preference is not None:
             table["preference"] = self.preference
         if self.head is not None:
@@ -97,7 +108,8 @@ def build_tuned(
 ) -> TransformerLM:
     """Make the model a run learns with: its base filled in, its adapter fresh.
 
-    A base that does not learn is kept as products read it: in bfloat16 where they run so.
+    A base that does not learn is kept as products read it, in bfloat16 where they run so, or in
+    few bits.
     """
     tuning = plan.tuning
     assert tuning is not None
@@ -110,32 +122,57 @@ def build_tuned(
     frozen = tuning.lora is not None
     low = frozen and device.type == "cuda" and settings.precision != "fp32"
     model = TransformerLM(plan.model, ops, device="meta", dtype=torch.float32)
+    choices = [] if tuning.quantize is None else choose_base(plan.model, tuning.quantize)
+    make_room(model, choices)
     model = model.to(torch.bfloat16 if low else torch.float32).to_empty(device=device)
-    if start is not None:
+    if start is not None and choices:
+        fill(model, choices, start.tensors.items())
+        recompute_matrices(model)
+    elif start is not None:
         model.load_state_dict(start.tensors)
     if tuning.lora is not None:
-        if device.type == "cuda" and settings.accelerate:
+        if device.type == "cuda" and settings.accelerate and not choices:
             acceleration.join_weights(model)
         apply_lora(model, tuning.lora, seed=settings.seed)
     return model
 
 
+def check_tuning(tuning: Tuning, settings: TrainConfig, model: ModelConfig) -> None:
+    """Refuse settings that do not go with what is learnt, and layers that are not there."""
+    if tuning.lora is not None:
+        if settings.precision == "fp8":
+            raise ScratchLMError("train.precision=fp8 is for weights that learn; a base's do not")
+        if tuning.lora.dropout and settings.shares > 1:
+            raise ScratchLMError("train.shares does not go with dropout: threads draw in any order")
+        list(find_targets(TransformerLM(model, device="meta"), tuning.lora))
+    if tuning.quantize is not None:
+        choose_base(model, tuning.quantize)
+    if tuning.head is not None and (
+        settings.cuda_graph or settings.shares > 1 or settings.compile == "model"
+    ):
+        raise ScratchLMError(
+            "train.cuda_graph, train.shares and train.compile=model do not serve task heads"
+        )
+    if tuning.preference is not None:
+        if settings.cuda_graph or settings.shares > 1:
+            raise ScratchLMError(
+                "train.cuda_graph and train.shares do not serve pairs (--preference)"
+            )
+        for name in ("batch_size", "micro_batch_size"):
+            size = getattr(settings, name) or 0
+            if size % 2:
+                raise ScratchLMError(f"pairs need an even train.{name}; got {size}")
+
+
 def make_learner(
     model: TransformerLM, settings: TrainConfig, tuning: Tuning, warn: Callable[[str], None]
 ) -> Learner:
-    """Make what learns: from texts, or from pairs."""
-    if settings.precision == "fp8" and tuning.lora is not None:
-        raise ScratchLMError("train.precision=fp8 is for weights that learn; an adapter's do not")
+    """Make what learns: from texts, from pairs, or a task head."""
+    check_tuning(tuning, settings, model.config)
     if tuning.head is not None:
-        if settings.cuda_graph or settings.shares > 1 or settings.compile == "model":
-            raise ScratchLMError(
-                "train.cuda_graph, train.shares and train.compile=model do not serve task heads"
-            )
         return HeadLearner(model, settings, warn=warn)
     if tuning.preference is None:
         return Learner(model, settings, warn=warn)
-    if settings.cuda_graph or settings.shares > 1:
-        raise ScratchLMError("train.cuda_graph and train.shares do not serve pairs (--preference)")
     learner = PreferenceLearner(model, settings, warn=warn)
     learner.beta = tuning.beta
     return learner
@@ -203,8 +240,10 @@ def adapter_record(plan: Plan, start: Start | None) -> dict[str, Any] | None:
         return None
     assert plan.start is not None
     assert start is not None
+    quantize = plan.tuning.quantize
     return {
         "lora": plan.tuning.lora.to_dict(),
+        **({} if quantize is None else {"quantize": quantize}),
         "base": str((start.source or plan.start).absolute()),
         "base_fingerprint": start.fingerprint,
     }
