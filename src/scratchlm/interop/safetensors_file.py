@@ -46,7 +46,7 @@ MAX_HEADER_BYTES = 64 * 2**20  # of a checkpoint of ours: a hundred thousand ten
 _MAX_DIMS = 8
 _MAX_DIM = 2**40
 # How much of a file is in flight while it is converted, checked or transposed.
-CHUNK_BYTES = 2 * 2**20
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
