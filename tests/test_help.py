@@ -80,6 +80,11 @@ def test_groups_name_what_exists():
             assert any(member in names for member in members)
 
 
+def test_no_example_is_given_twice():
+    for lines in EXAMPLES.values():
+        assert len(set(lines)) == len(lines), lines
+
+
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_examples_of_help_are_understood(line):
     words, command = shlex.split(line)[1:], TOP

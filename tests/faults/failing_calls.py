@@ -38,6 +38,10 @@ SMALL = (
     "train.batch_size=2", "train.steps=4", "train.eval_every=2", "train.save_every=2",
     "train.keep_last=1",
 )  # fmt: skip
+TUNING = (
+    "--rank", "2", "--val-fraction", "0", "train.batch_size=2", "train.steps=4",
+    "train.save_every=2", "train.keep_last=1",
+)  # fmt: skip
 COMMANDS = {
     "train": ["train", "data", "--out", "run", "--resume", *SMALL],
     "train from text": [
@@ -55,6 +59,11 @@ COMMANDS = {
     "import": ["import", "hf", "imported"],
     "export": ["export", "step", "exported"],
     "export gguf": ["export", "step", "exported.gguf"],
+    "quantize": ["quantize", "step", "--to", "q8_0", "--out", "small"],
+    "finetune": ["finetune", "step", "records.jsonl", "--out", "run", "--resume", *TUNING],
+    "merge": ["merge", "adapted", "merged"],
+    "export --adapter": ["export", "adapted", "peft", "--adapter"],
+    "evaluate --cases": ["evaluate", "step", "task.jsonl", "--cases", "cases.jsonl"],
     "compare": ["compare", "old", "old", "--out", "compare.png"],
     "account --html": ["account", "gpt2", "--html", "page.html"],
     "account --plot": ["account", "gpt2", "--plot", "plot.svg"],
@@ -79,11 +88,19 @@ def make_world(folder: Path) -> None:
     tokenizer = Tokenizer(vocab, merges, ["<|endoftext|>"])
     file = tokenizer.save(folder / "tokenizer")
     prepare([folder / "text"], tokenizer, folder / "data", split="tail", workers=1)
-    config = ModelConfig(vocab_size=260, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    config = ModelConfig(260, 32, d_model=32, num_layers=1, num_heads=2, d_ff=32)
     weights = TransformerLM(config).state_dict()
     write_checkpoint(folder / "step", model=weights, config=config, tokenizer_file=file)
     write_hf(folder / "hf", config, weights, file)
-    assert attempt(folder, ["train", "data", "--out", "old", *SMALL], 0, False)[0] == 0
+    (folder / "records.jsonl").write_text('{"text": "the cat sat on a mat"}\n' * 6)
+    task = {"context": "the", "choices": [" cat", " mat"], "answer": 0}
+    (folder / "task.jsonl").write_text(json.dumps(task) + "\n")
+    for command in (
+        ["train", "data", "--out", "old", *SMALL],
+        ["finetune", "step", "records.jsonl", "--out", "adapted", *TUNING],
+    ):
+        status, _, err = attempt(folder, command, 0, False)
+        assert status == 0, err
 
 
 def attempt(folder: Path, command: list[str], n: int, full: bool) -> tuple[int, int, str]:

@@ -98,7 +98,17 @@ def preload(tmp_path_factory):
     return library
 
 
-QUICK = ("tokenizer train", "import", "account --html")
+@pytest.mark.parametrize(
+    ("kills", "names"), [(4, ("quantize", "merge")), pytest.param(300, (), marks=pytest.mark.slow)]
+)
+def test_kills_of_commands_that_write_leave_all_or_nothing(tmp_path, tried, preload, kills, names):
+    found = script("kill_writers.py", tmp_path, kills, kills, *names, LD_PRELOAD=str(preload))
+    assert found["beside"] >= max(1, kills // 8)
+    tried(f"kills of {found['commands']} commands that write; whole, or nothing there",
+          found["kills"], f"{found['beside']} inside a write")  # fmt: skip
+
+
+QUICK = ("tokenizer train", "import", "account --html", "quantize")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from interop.damage import all_mutations
 from interop.hf_models import hf_model
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory, read_hf
+from scratchlm.interop.streaming import is_finite
 
 REFUSALS = (ScratchLMError, ValueError)
 
@@ -137,6 +138,14 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value, dtype, llam
         with pytest.raises(ScratchLMError, match=rf"'{name}' holds NaN or infinite values"):
             dict(checkpoint)
         assert len(dict(checkpoint.tensors(allow_nonfinite=True))) == len(good)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_values_are_taken_though_their_sum_is_not(dtype):
+    largest = torch.full((40,), torch.finfo(dtype).max, dtype=dtype)
+    assert largest.sum().isinf()
+    assert is_finite(largest)
+    assert not is_finite(torch.cat([largest, -largest * 2]))
 
 
 @pytest.mark.parametrize(

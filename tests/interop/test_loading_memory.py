@@ -41,6 +41,7 @@ import json, sys
 import torch
 from scratchlm import TransformerLM
 from scratchlm.interop import read_hf
+from scratchlm.interop.streaming import is_finite
 
 def memory(key):
     for line in open("/proc/self/status"):
@@ -53,7 +54,7 @@ model = TransformerLM(checkpoint.config, device="meta", dtype=checkpoint.dtype)
 # What torch itself loads on first use is not the model's: let it, with a small one.
 small = checkpoint.config.replace(vocab_size=9, num_layers=1, d_model=64, num_heads=2)
 TransformerLM(small, device="meta").to_empty(device="cpu").state_dict()
-torch.zeros(2**20, dtype=torch.bfloat16).aminmax()
+is_finite(torch.zeros(2**20, dtype=torch.bfloat16))
 before = memory("VmRSS")
 if how == "assign":
     model.load_state_dict(dict(checkpoint.tensors()), assign=True)

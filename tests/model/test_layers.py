@@ -112,6 +112,18 @@ def test_rope_tables_stay_float32_and_survive_meta():
     assert torch.equal(model.layers[0].attn.rope.sin, fresh.sin)
 
 
+def test_tables_that_all_layers_share_are_computed_once_where_a_model_is_moved(monkeypatch):
+    model, built = TransformerLM(ModelConfig(32, 16, 8, 5, 2), device="meta"), []
+    build = RotaryEmbedding._build
+    monkeypatch.setattr(
+        RotaryEmbedding, "_build", lambda self, device: (built.append(device), build(self, device))
+    )
+    model.to_empty(device="cpu")
+    assert [device.type for device in built] == ["cpu"]
+    model.to_empty(device="meta")
+    assert [device.type for device in built][1:] == ["meta"] * 5  # those have no values to keep
+
+
 @pytest.mark.parametrize("positions", [config.Rotary(), config.Sinusoidal()], ids=repr)
 def test_a_model_emptied_and_filled_is_the_same_model(positions):
     cfg = ModelConfig(32, 16, 8, 3, 2, positions=positions)

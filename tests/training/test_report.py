@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import chromium
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import DataFiles, Plan, Section, read_metrics, run_plan, write_report
 from scratchlm.training.plots import Curves, draw_run
@@ -94,6 +95,35 @@ def test_a_report_says_how_the_run_was_made(run):
     assert re.search(r"\d+ cores, \d+ threads", text)
     assert "prefers-color-scheme: dark" in page
     assert '<source media="(max-width: 600px)"' in page
+
+
+# Words that lie on two lines though a line has room for them, at a hyphen or elsewhere.
+_CUT_WORDS = """
+const cut = [], nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (nodes.nextNode()) {
+  const node = nodes.currentNode;
+  if (node.parentElement.closest("pre, blockquote")) continue;
+  for (const word of node.data.matchAll(/\\S+/g)) {
+    const range = document.createRange();
+    range.setStart(node, word.index);
+    range.setEnd(node, word.index + word[0].length);
+    if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) cut.push(word[0]);
+  }
+}
+return cut;
+"""
+
+
+@pytest.mark.skipif(not chromium.IS_THERE, reason=chromium.MISSING)
+def test_on_a_phone_no_word_of_a_report_is_cut_and_nothing_overflows(run):
+    command = "scratchlm train text.txt --tensorboard --params 100k --out runs/mine --resume"
+    page = write_report(run, command=command)
+    with chromium.Chromium() as browser:
+        for scheme in ("light", "dark"):
+            browser.show(390, 900, scheme)
+            browser.open(page.as_uri())
+            assert browser.run(_CUT_WORDS) == []
+            assert browser.run("return document.documentElement.scrollWidth") == 390
 
 
 @pytest.mark.parametrize(

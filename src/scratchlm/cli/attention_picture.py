@@ -19,6 +19,7 @@ def attention_section(run: Path) -> Section | None:
     from scratchlm.inference import load_model
     from scratchlm.inspect import attention_weights
     from scratchlm.training import Section, read_metrics
+    from scratchlm.training.report import escape_command
 
     samples = [line["samples"] for line in read_metrics(run) if line.get("samples")]
     loaded = load_model(run, accelerate=False)
@@ -31,11 +32,11 @@ def attention_section(run: Path) -> Section | None:
     texts = [loaded.tokenizer.decode([token]) for token in ids]
     picture = base64.b64encode(draw_attention(weights.tolist(), texts)).decode()
     shown = " ".join(f"<b>{html.escape(text)}</b>" for text in texts)
+    command = escape_command(f"scratchlm next {run} --prompt TEXT --attention LAYER.HEAD")
     body = (
         f'<div class="scroll"><img alt="attention" src="data:image/png;base64,{picture}"></div>'
-        "<p>A row is a token, a column what it looks at; darker is more. "
-        f"<code>scratchlm next {html.escape(str(run))} --prompt TEXT --attention LAYER.HEAD</code> "
-        f"shows one head. The tokens: {shown}</p>"
+        "<p>A row is a token, a column what it looks at; the more it does, the bluer. "
+        f"<code>{command}</code> shows one head. The tokens: {shown}</p>"
     )
     return Section("Where the heads look", body)
 

@@ -97,6 +97,7 @@ EXAMPLES: dict[str, Sequence[str]] = {
         "scratchlm finetune runs/mine chats.jsonl --out runs/tuned",
         "scratchlm finetune path/to/Qwen3-0.6B chats.jsonl --rank 32 --out runs/tuned",
         "scratchlm finetune runs/tuned pairs.jsonl --preference dpo --out runs/liked",
+        "scratchlm finetune runs/mine rated.jsonl --task classification --out reviews",
         "scratchlm finetune --resume --out runs/tuned",
     ),
     "evaluate": (
@@ -141,7 +142,6 @@ EXAMPLES: dict[str, Sequence[str]] = {
     ),
     "export": (
         "scratchlm export runs/mine to-transformers",
-        "scratchlm export runs/tuned to-peft --adapter",
         "scratchlm export runs/mine mine.gguf --quantize q8_0",
         "scratchlm export runs/tuned to-peft --adapter",
     ),

@@ -27,7 +27,7 @@ from scratchlm.data.token_file import (
     dtype_for,
     read_sidecar,
 )
-from scratchlm.data.workers import WorkerDiedError, encode_parts
+from scratchlm.data.workers import WorkerDiedError, encode_parts, usable_cores
 from scratchlm.errors import ScratchLMError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -231,7 +231,7 @@ def _encode(
     workers: int | None,
     report: Callable[[Progress], None],
 ) -> None:
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or usable_cores()
     total = sum(part.weight for part in plan.parts)
     done = sum(part.weight for part in plan.parts[:resumed])
     results = encode_parts(

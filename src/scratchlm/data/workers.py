@@ -28,6 +28,12 @@ class WorkerDiedError(ScratchLMError):
     """A worker process died; the parts finished before are kept."""
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use, where the system says so; else all."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux's
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def encode_parts(
     parts: Sequence[Part],
     tokenizer: Tokenizer,

@@ -305,37 +305,45 @@ def _empty_model(
     quantised = any(choice.format for choice in choices)
     if accelerate and quantised:
         acceleration.lay_out(model, torch.device(device))
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    if model.token_embeddings.weight.device.type == "cpu":
-        _lay_in_large_pages(model)
-    elif accelerate and not quantised:
-        acceleration.join_weights(model)
+    if torch.device(device).type == "cpu":
+        _give_large_pages(model)
+    else:
+        model.to_empty(device=device)
+        if accelerate and not quantised:
+            acceleration.join_weights(model)
+    model.eval().requires_grad_(False)
     if accelerate:
         acceleration.accelerate(model)
     return model
 
 
-def _lay_in_large_pages(model: TransformerLM) -> None:
+def _give_large_pages(model: TransformerLM) -> None:
     """Give all weights one block of memory, in the largest pages that the system has.
 
     A first touch costs as much for a small page as for a large one, and there are hundreds of
     times as many small ones.
     """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return
     weights: list[Tensor] = [*model.parameters(), *quantized_buffers(model)]
     starts, end = [], 0
     for weight in weights:
         starts.append(end)
         end += -(-weight.nbytes // 64) * 64
     block = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        block.madvise(advice)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            block.madvise(advice)
     memory = torch.frombuffer(block, dtype=torch.uint8)
-    for weight, start in zip(weights, starts, strict=True):
-        part = memory[start : start + weight.nbytes].view(weight.dtype)
-        weight.data = part.view(weight.shape)
+    places = {
+        id(weight): memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        for weight, start in zip(weights, starts, strict=True)
+    }
+
+    def place(tensor: Tensor) -> Tensor:
+        part = places.get(id(tensor))
+        return torch.empty(tensor.shape, dtype=tensor.dtype) if part is None else part
+
+    model._apply(place)
 
 
 def _template_in(path: Path, warn: Callable[[str], None] | None) -> ChatTemplate | None:

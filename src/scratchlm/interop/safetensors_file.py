@@ -45,7 +45,7 @@ DTYPE_NAMES = {dtype: word for word, dtype in WEIGHT_DTYPES.items()}
 _MAX_DIMS = 8
 _MAX_DIM = 2**40
 # How much of a file is in flight while it is converted, checked or transposed.
-CHUNK_BYTES = 2 * 2**20
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)

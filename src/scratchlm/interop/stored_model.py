@@ -84,7 +84,7 @@ class StoredModel:
             with torch.no_grad():
                 self.fill(name, state[name].detach(), allow_nonfinite)
 
-        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
+        with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
             try:
                 for _ in readers.map(fill, self.plan.shapes):
                     pass

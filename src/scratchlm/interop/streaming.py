@@ -29,9 +29,13 @@ from scratchlm.ops.quantized import dequantize
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether all values are finite: a NaN or infinity would show in the min or max."""
-    low, high = values.aminmax()
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    """Return whether all values are finite: a NaN or infinity shows in the sum.
+
+    So may finite values that are too large together; then it would show in the min or max.
+    """
+    if math.isfinite(values.sum().item()):
+        return True
+    return all(math.isfinite(bound.item()) for bound in values.aminmax())
 
 
 def read_link(stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
@@ -126,9 +130,9 @@ def _read_transposed(file: Any, stored: Stored, link: Link, out: Tensor) -> Iter
     for begin in range(0, rows, step):
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
-        piece = whole[:, left:right]
         # Transposed first, then copied: a strided copy would go element by element.
-        out[:, begin : begin + len(piece)].copy_(piece.T.contiguous())
+        piece = whole[:, left:right].T.contiguous()
+        out[:, begin : begin + len(whole)].copy_(piece)
         yield piece
 
 

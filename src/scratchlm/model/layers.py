@@ -241,10 +241,13 @@ class PositionTables(nn.Module):
     """Tables by position: where a model is moved, computed anew, never cast or left unfilled."""
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        before = next(self.buffers())
+        tables, old = dict(self._buffers), next(self.buffers())
         super()._apply(fn, recurse)
-        if next(self.buffers()) is not before:  # once, though all layers may share it
-            self._build(next(self.buffers()).device)  # type: ignore[operator]
+        new = next(self.buffers())
+        if type(old) is type(new) and old.device == new.device and not old.is_meta:
+            self._buffers.update(tables)  # once is enough, though every layer that shares it asks
+        else:
+            self._build(new.device)  # type: ignore[operator]
         return self
 
 

@@ -8,6 +8,7 @@ import html
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +95,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Format rows as an HTML table; every cell is plain text."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines = [
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{escape_command(str(cell))}</td>" for cell in row) + "</tr>"
         for row in rows
     ]
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def escape_command(text: str) -> str:
+    """Escape a text, and keep the browser from breaking its lines inside an `--option`."""
+    return re.sub(r"(?<!\S)--[\w-]+", r'<span class="whole">\g<0></span>', html.escape(text))
 
 
 def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
@@ -326,7 +332,8 @@ img {{ max-width: 100%; display: block; margin: auto; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }}
-th {{ color: var(--grey); font-weight: 500; }}
+th {{ color: var(--grey); font-weight: 500; }} .whole {{ white-space: nowrap; }}
+th, td:first-child {{ overflow-wrap: break-word; }}
 blockquote {{ margin: .2rem 0; padding: .4rem .8rem; background: var(--faint); border-radius: 6px;
   white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
   font-size: .85rem; }}
