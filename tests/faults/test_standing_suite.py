@@ -126,7 +126,7 @@ def test_a_failing_call_leaves_nothing_torn_and_the_command_goes_on(
 # Damage
 
 
-@pytest.mark.parametrize("count", [540, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [560, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_mutated_files_are_refused_in_one_line_or_taken(tmp_path, tried, count):
     found = script("mutations.py", tmp_path, count, count)
     assert found["tried"] == count
