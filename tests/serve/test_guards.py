@@ -237,6 +237,13 @@ def test_long_headers_are_refused(open_server):
         assert b"200 OK" not in read_all(client)
 
 
+def test_long_headers_that_come_at_once_are_refused_too(open_server):
+    for path, line in (("/health", "X: " + "a" * 40_000), ("/health?" + "a" * 40_000, "X: a")):
+        with connect(open_server) as client:
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n".encode())
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 431")
+
+
 def test_where_there_are_too_many_connections_the_slowest_gives_way():
     with tiny_server(max_connections=5) as server:
         slow = [connect(server) for _ in range(5)]

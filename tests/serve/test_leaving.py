@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,35 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again():
             assert b"200 OK" in client.recv(1 << 16)
             client.close()
         assert ask(server, "/v1/completions", {"prompt": "x"}).status == 200
+
+
+def test_so_does_a_full_queue_of_those_who_use_the_model_beside_the_engine():
+    """Embeddings and views: one after the other; who goes away while waiting is passed over."""
+    running, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(*_, **__):
+        running.release()
+        gate.acquire()
+        return []
+
+    with mock.patch("scratchlm.serve.embeddings.embed", slow), tiny_server(max_queue=2) as server:
+        data = raw_request("/v1/embeddings", b'{"input": "x"}')
+        clients = [connect(server) for _ in range(3)]
+        for client in clients:
+            client.sendall(data)
+        running.acquire()
+        wait_until(lambda: server.service._num_in_turn == 3)
+        refused = ask(server, "/look/read", {"ids": [1, 2]})
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        clients[1].close()
+        gate.release(2)
+        for client in (clients[0], clients[2]):
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            client.close()
+        wait_until(lambda: server.service._num_in_turn == 0)
+    assert running.acquire(blocking=False)  # the third; the second was never begun
+    assert not running.acquire(blocking=False)
 
 
 class NoMemory(PlainRunner):
