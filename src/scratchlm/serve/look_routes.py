@@ -107,7 +107,14 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
         "model": View({}, lambda: _model(service, subject)),
         "read": View(ids, _with(look_tokens.read, subject)),
         "choices": View(
-            {**ids, **num_prompt, **best, "at": place, "seed": seed, "sampling": _sampling()},
+            {
+                **ids,
+                **num_prompt,
+                **best,
+                "at": place,
+                "seed": seed,
+                "sampling": _sampling(Sampling()),
+            },
             _with(look_tokens.choices, subject),
         ),
         "heads": View(ids, _with(look_inside.heads, subject)),
@@ -134,6 +141,7 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
         "number": View(
             {**ids, "kind": fields.required(fields.text(20)), "token": token}
             | {name: fields.integer(0, context) for name in ("query", "key", "position", "chosen")}
+            | {"num_prompt": fields.integer(0, context), "sampling": _sampling(None)}
             | {"layer": fields.integer(0, layers - 1)}
             | {"head": fields.integer(0, config.num_heads - 1)},
             lambda **given: _number(subject, **given),
@@ -159,7 +167,7 @@ def _listed(most: int) -> Field:
     return Field(read, {"type": "array", "maxItems": most})
 
 
-def _sampling() -> Field:
+def _sampling(default: Sampling | None) -> Field:
     known = Sampling.__dataclass_fields__
 
     def read(value: Any) -> Sampling:
@@ -173,7 +181,7 @@ def _sampling() -> Field:
         except TypeError as error:
             raise ValueError(str(error)) from None
 
-    return Field(read, {"type": "object"}, Sampling())
+    return Field(read, {"type": "object"}, default)
 
 
 def _edits() -> Field:
