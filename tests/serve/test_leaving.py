@@ -21,6 +21,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.inference.plain_runner import PlainRunner
 from scratchlm.serve import ServeSettings
 from scratchlm.serve.engine_thread import EngineThread
+from scratchlm.serve.fields import parse_json
 from scratchlm.serve.server import listen
 from serve.tiny_server import (
     ask,
@@ -102,6 +103,33 @@ def test_one_that_waits_in_the_queue_can_go_away_too():
         engine.runner.let(1)  # news is gathered after a step
         wait_until(lambda: server.service.thread.num_open == 1)
         first.close()
+
+
+def test_a_large_body_of_one_who_has_gone_is_not_even_parsed():
+    running, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(data, depth):
+        running.release()
+        gate.acquire()
+        return parse_json(data, depth)
+
+    with mock.patch("scratchlm.serve.bodies.parse_json", slow), tiny_server() as server:
+        request = request_of({**LONG, "prompt": "x", "max_tokens": 3, "user": "y" * (1 << 14)})
+        clients = [connect(server) for _ in range(4)]
+        for client in clients:
+            client.sendall(request)
+        for _ in range(2):
+            running.acquire()
+        wait_until(lambda: len(server.service.reading._waiters or ()) == 2)
+        assert ask(server, "/health").status == 200  # the loop is free meanwhile
+        clients[2].close()
+        clients[3].close()
+        gate.release(4)
+        for client in clients[:2]:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")  # a user is no such text
+            client.close()
+        wait_until(lambda: not server.service.reading.locked())
+    assert not running.acquire(blocking=False)
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_again():

@@ -32,6 +32,7 @@ class Service:
         self.fields = tables(loaded.config, settings)
         self.thread = EngineThread(engine)
         self.is_draining = False
+        self.reading = asyncio.Semaphore(2)  # of large bodies
         self._turn = asyncio.Lock()
         self._num_in_turn = 0  # requests that use the model beside the engine, or wait to
 
