@@ -30,6 +30,18 @@ from serve.tiny_server import (
 )
 
 
+@pytest.fixture
+def note(capsys, record_property):
+    """Write a figure down, and print it; no time decides whether a test passes."""
+
+    def write(name, value):
+        record_property(name, value)
+        with capsys.disabled():
+            print(f"\n{name}: {value}")
+
+    return write
+
+
 def tasks_of(server):
     return [t for t in asyncio.all_tasks(server.service.thread._loop) if "run_asgi" in repr(t)]
 
@@ -86,16 +98,16 @@ def run_disconnecting_streams(users, seconds):
     return len(statuses), grown
 
 
-def test_streams_of_whom_a_third_leave_leave_nothing_behind(record_property):
+def test_streams_of_whom_a_third_leave_leave_nothing_behind(note):
     count, _ = run_disconnecting_streams(16, 1)
-    record_property("streams", count)
+    note("streams", count)
 
 
 @pytest.mark.slow
-def test_two_minutes_of_leaving_streams_leave_nothing_behind(record_property):
+def test_two_minutes_of_leaving_streams_leave_nothing_behind(note):
     count, grown = run_disconnecting_streams(64, 120)
-    record_property("streams", count)
-    record_property("grown MB", round(grown, 1))
+    note("streams", count)
+    note("grown MB", round(grown, 1))
     assert grown < 20
 
 
@@ -123,17 +135,17 @@ def run_timeouts(requests, tokens):
     return given_up, took
 
 
-def test_requests_that_time_out_do_not_hold_up_the_next(record_property):
+def test_requests_that_time_out_do_not_hold_up_the_next(note):
     given_up, took = run_timeouts(20, 3000)
-    record_property("given up", given_up)
-    record_property("seconds until the next was answered", round(took, 2))
+    note("given up", given_up)
+    note("seconds until the next was answered", round(took, 2))
 
 
 @pytest.mark.slow
-def test_200_requests_of_10000_tokens_do_not_hold_up_the_next(record_property):
+def test_200_requests_of_10000_tokens_do_not_hold_up_the_next(note):
     given_up, took = run_timeouts(200, 10_000)
-    record_property("given up", given_up)
-    record_property("seconds until the next was answered", round(took, 2))
+    note("given up", given_up)
+    note("seconds until the next was answered", round(took, 2))
     assert given_up > 100
 
 
@@ -231,16 +243,16 @@ def run_nonsense(count, seed):
     return statuses
 
 
-def test_nonsense_is_never_an_error_of_the_server(record_property):
+def test_nonsense_is_never_an_error_of_the_server(note):
     statuses = run_nonsense(250, 0)
-    record_property("statuses", str(statuses))
+    note("statuses", str(statuses))
     assert statuses[200] > 25
     assert statuses[400] > 25
 
 
 @pytest.mark.slow
-def test_10000_nonsense_requests_are_never_an_error_of_the_server(record_property):
-    record_property("statuses", str(run_nonsense(10_000, 1)))
+def test_10000_nonsense_requests_are_never_an_error_of_the_server(note):
+    note("statuses", str(run_nonsense(10_000, 1)))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +291,7 @@ def test_schemathesis_finds_no_error_of_the_server(examples):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ["-H", "-B", "-X"], ids=["headers", "body", "reading"])
-def test_slowhttptest_leaves_the_server_quick(attack, record_property):
+def test_slowhttptest_leaves_the_server_quick(attack, note):
     if shutil.which("slowhttptest") is None:
         pytest.skip("slowhttptest is not installed: a package of Debian of that name")
     with tiny_server() as server:
@@ -295,7 +307,7 @@ def test_slowhttptest_leaves_the_server_quick(attack, record_property):
                 times.append(time.perf_counter() - begin)
                 time.sleep(0.1)
     times.sort()
-    record_property(
+    note(
         "health, ms: median, 99 %, most",
         str([round(1000 * times[at], 1) for at in (len(times) // 2, len(times) * 99 // 100, -1)]),
     )

@@ -9,9 +9,10 @@ import openai.types.completion_create_params as completion_params
 import pytest
 import torch
 
-from inference.tiny import END, byte_tokenizer, scripted_model
+from inference.tiny import END, byte_tokenizer, scripted_model, tiny_model
 from scratchlm.inference import Engine, Loaded, Message, Sampling, chat_format, generate
 from scratchlm.inference.rows import Row
+from scratchlm.tokenizer import Tokenizer
 from scratchlm.tokenizer.chat_template import ChatTemplate
 from serve.tiny_server import (
     NAME,
@@ -137,6 +138,43 @@ def test_an_echo_has_the_prompt_and_its_logprobs(server):
     [alone] = complete(server, echo=True, logprobs=0, max_tokens=0)["choices"]
     assert alone["text"] == PROMPT
     assert alone["logprobs"]["token_logprobs"] == logprobs[: len(ids)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_streamed_echo_is_the_whole_echo(server, max_tokens):
+    fields = {"prompt": [PROMPT, "other"], "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    fields |= {"seed": 7, "return_token_ids": True}
+    whole = complete(server, **fields)["choices"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = ask(server, "/v1/completions", {**fields, **options}).events
+    assert events[-1]["usage"]["completion_tokens"] == 2 * max_tokens
+    for wanted in whole:
+        of_it = [
+            choice
+            for event in events
+            for choice in event["choices"]
+            if choice["index"] == wanted["index"]
+        ]
+        assert "".join(choice["text"] for choice in of_it) == wanted["text"]
+        assert of_it[0]["prompt_token_ids"] == wanted["prompt_token_ids"]
+        for name, values in wanted["logprobs"].items():
+            assert [x for c in of_it if c["logprobs"] for x in c["logprobs"][name]] == values
+        reasons = [choice["finish_reason"] for choice in of_it]
+        assert reasons == [None] * (len(of_it) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("prompt", ["añb", ""])
+def test_offsets_are_places_in_the_text_and_a_begin_of_text_has_none(prompt):
+    byte_level = byte_tokenizer(END)
+    tokenizer = Tokenizer(byte_level.vocab, [], byte_level.special_tokens, template=((256,), ()))
+    model = tiny_model(tokenizer.vocab_size, 512)
+    loaded = Loaded(model, tokenizer, model.config, tiny_loaded().source, (256,))
+    with tiny_server(loaded, tiny_engine(loaded)) as server:
+        [choice] = complete(server, prompt=prompt, echo=True, logprobs=0, max_tokens=1)["choices"]
+    data, found = prompt.encode(), choice["logprobs"]
+    assert found["tokens"][0] == END
+    places = [len(data[:i].decode(errors="ignore")) for i in range(len(data) + 1)]
+    assert found["text_offset"] == [0, *places]  # of a begin-of-text, the prompt, one more
 
 
 def test_a_chat_is_written_in_the_models_format(server):
@@ -348,12 +386,16 @@ REFUSED = {
     "bias twice": ({"logit_bias": {"9": 1, "09": 2}}, "logit_bias"),
     "bias too strong": ({"logit_bias": {"9": 101}}, "logit_bias"),
     "logprobs": ({"logprobs": 21}, "logprobs"),
-    "best_of": ({"best_of": 2}, "best_of"),
+    "the best of many": ({"best_of": 2}, "best_of"),
+    "the best of too few": ({"best_of": 1, "n": 2}, "best_of"),
     "suffix": ({"suffix": "end"}, "suffix"),
     "options without stream": ({"stream_options": {}}, "stream_options"),
     "options": ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),
     "nothing": ({"max_tokens": 0}, "max_tokens"),
-    "echo in a stream": ({"echo": True, "stream": True}, "echo"),
+    "a setting of nothing": (
+        {"echo": True, "max_tokens": 0, "temperature": 1e-9},
+        "temperature",
+    ),
 }
 
 
@@ -383,6 +425,7 @@ CHATS_REFUSED = {
     "a format": ({"response_format": {"type": "json_object"}}, "response_format"),
     "two limits": ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     "tops alone": ({"top_logprobs": 3}, "top_logprobs"),
+    "more than can fit": ({"messages": [{"role": "user", "content": "a" * 99_999}]}, "messages"),
     "a template's variable": ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
 }
 
@@ -410,6 +453,11 @@ def test_another_model_is_not_found(server):
     assert ask(server, "/v1/completions", {"prompt": "x", "model": NAME}).status == 200
 
 
+def many_names(count):
+    """Names of which the last stands there twice: that is told in one pass."""
+    return ("{" + "".join(f'"{i}":0,' for i in range(count)) + '"x":0,"x":0}').encode()
+
+
 BODIES = {
     "no JSON": b"{",
     "not an object": b"[]",
@@ -419,6 +467,7 @@ BODIES = {
     "deep": b'{"messages": [{"role": "user", "content": ' + b"[" * 30 + b"]" * 30 + b"}]}",
     "very deep": b"[" * 200_000,
     "bytes": b"\xff\xfe\x00",
+    "a name twice among many": many_names(100_000),
     "a long number": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "an empty body": b"",
 }

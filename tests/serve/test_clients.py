@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 
+import httpx
 import openai
 import pytest
 import torch
@@ -140,19 +141,22 @@ def test_curl_asks_and_streams(server):
 
 def test_open_webui_finds_the_model_and_streams_a_chat(server):
     """The two calls of its OpenAI connection, with the headers and fields it sends."""
-    import httpx
-
-    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    with httpx.Client(headers=headers) as client:
-        models = client.get(f"{server.url}/v1/models").json()["data"]
-        body = {"stream": True, "model": models[0]["id"], "messages": MESSAGES, "max_tokens": 9}
-        with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+    headers = {"Authorization": "Bearer secret", "X-OpenWebUI-User-Name": "me"}
+    with httpx.Client(base_url=f"{server.url}/v1", headers=headers) as client:
+        models = client.get("/models").json()["data"]
+        body = {"model": models[0]["id"], "messages": MESSAGES}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with client.stream("POST", "/chat/completions", json={**body, **options}) as response:
             kind = response.headers["content-type"]
             lines = [line for line in response.iter_lines() if line]
+        title = client.post("/chat/completions", json={**body, "max_completion_tokens": 9})
     assert kind.startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]"
-    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[:-1]]
-    assert deltas[0]["role"] == "assistant"
+    *events, usage = [json.loads(line[6:]) for line in lines[:-1]]
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert usage["usage"]["total_tokens"] > 0
+    assert title.json()["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_langchain_invokes_and_streams(server):

@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import contextlib
+import hmac
 import socket
 import time
+from unittest import mock
 
 import pytest
 
@@ -45,6 +47,17 @@ def test_every_route_but_health_needs_the_key(server, path):
     for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Bearer secrets"}):
         assert ask(server, path, headers=headers).status == 401
     assert ask(server, path, headers=KEY).status != 401
+
+
+def test_keys_are_compared_in_constant_time(server):
+    """By the function made for that, whatever is given: nothing is decided before it."""
+    given = ["", "s", "secreu", "secret", "secret" * 9, "\xff"]
+    with mock.patch("hmac.compare_digest", wraps=hmac.compare_digest) as compare:
+        for key in given:
+            ask(server, "/v1/models", headers={"Authorization": f"Bearer {key}"})
+    assert [call.args for call in compare.call_args_list] == [
+        (b"secret", key.encode("latin-1")) for key in given
+    ]
 
 
 def test_health_needs_no_key(server):
@@ -160,10 +173,13 @@ def test_a_body_that_grows_too_long_is_refused():
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
 
-def test_a_gigabyte_is_refused_with_little_memory(open_server):
+@pytest.mark.parametrize("said", ["Content-Length: 1073741824", "Transfer-Encoding: chunked"])
+def test_a_gigabyte_is_refused_with_little_memory(open_server, said):
     piece, before, most = b"x" * (1 << 20), memory(), 0.0
+    if "chunked" in said:
+        piece = b"100000\r\n" + piece + b"\r\n"
     with connect(open_server) as client:
-        client.sendall(raw_request("/v1/completions").replace(b"th: 0", b"th: 1073741824"))
+        client.sendall(raw_request("/v1/completions").replace(b"Content-Length: 0", said.encode()))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(1024):
                 client.sendall(piece)
@@ -237,6 +253,13 @@ def test_long_headers_are_refused(open_server):
         assert b"200 OK" not in read_all(client)
 
 
+def test_long_headers_that_come_at_once_are_refused_too(open_server):
+    for path, line in (("/health", "X: " + "a" * 40_000), ("/health?" + "a" * 40_000, "X: a")):
+        with connect(open_server) as client:
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n".encode())
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 431")
+
+
 def test_where_there_are_too_many_connections_the_slowest_gives_way():
     with tiny_server(max_connections=5) as server:
         slow = [connect(server) for _ in range(5)]
@@ -247,6 +270,19 @@ def test_where_there_are_too_many_connections_the_slowest_gives_way():
         assert read_all(slow[0]) == b""
         for client in slow:
             client.close()
+
+
+@pytest.mark.parametrize("sent", [20, -1], ids=["headers", "a body"])
+def test_an_idle_connection_gives_way_before_one_that_sends(sent):
+    request = raw_request("/v1/completions", b"{}", headers=["Connection: close"])
+    with tiny_server(max_connections=2) as server, connect(server) as slow, connect(server) as idle:
+        slow.sendall(request[:sent])
+        idle.sendall(raw_request("/health", method="GET"))
+        assert idle.recv(9) == b"HTTP/1.1 "
+        assert ask(server, "/health").status == 200
+        assert read_all(idle).startswith(b"200")  # and is over, long before it would be
+        slow.sendall(request[sent:])
+        assert read_all(slow).startswith(b"HTTP/1.1 400")
 
 
 def test_logs_hold_no_prompt(caplog):

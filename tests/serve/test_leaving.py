@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.inference.plain_runner import PlainRunner
 from scratchlm.serve import ServeSettings
 from scratchlm.serve.engine_thread import EngineThread
+from scratchlm.serve.fields import parse_json
 from scratchlm.serve.server import listen
 from serve.tiny_server import (
     ask,
@@ -103,6 +105,33 @@ def test_one_that_waits_in_the_queue_can_go_away_too():
         first.close()
 
 
+def test_a_large_body_of_one_who_has_gone_is_not_even_parsed():
+    running, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(data, depth):
+        running.release()
+        gate.acquire()
+        return parse_json(data, depth)
+
+    with mock.patch("scratchlm.serve.bodies.parse_json", slow), tiny_server() as server:
+        request = request_of({**LONG, "prompt": "x", "max_tokens": 3, "user": "y" * (1 << 14)})
+        clients = [connect(server) for _ in range(4)]
+        for client in clients:
+            client.sendall(request)
+        for _ in range(2):
+            running.acquire()
+        wait_until(lambda: len(server.service.reading._waiters or ()) == 2)
+        assert ask(server, "/health").status == 200  # the loop is free meanwhile
+        clients[2].close()
+        clients[3].close()
+        gate.release(4)
+        for client in clients[:2]:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")  # a user is no such text
+            client.close()
+        wait_until(lambda: not server.service.reading.locked())
+    assert not running.acquire(blocking=False)
+
+
 def test_a_full_queue_answers_429_and_says_when_to_come_again():
     with gated_server(max_rows=2, max_queue=3) as (server, engine):
         clients = [connect(server) for _ in range(5)]
@@ -119,6 +148,35 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again():
             assert b"200 OK" in client.recv(1 << 16)
             client.close()
         assert ask(server, "/v1/completions", {"prompt": "x"}).status == 200
+
+
+def test_so_does_a_full_queue_of_those_who_use_the_model_beside_the_engine():
+    """Embeddings and views: one after the other; who goes away while waiting is passed over."""
+    running, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(*_, **__):
+        running.release()
+        gate.acquire()
+        return []
+
+    with mock.patch("scratchlm.serve.embeddings.embed", slow), tiny_server(max_queue=2) as server:
+        data = raw_request("/v1/embeddings", b'{"input": "x"}')
+        clients = [connect(server) for _ in range(3)]
+        for client in clients:
+            client.sendall(data)
+        running.acquire()
+        wait_until(lambda: server.service._num_in_turn == 3)
+        refused = ask(server, "/look/read", {"ids": [1, 2]})
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        clients[1].close()
+        gate.release(2)
+        for client in (clients[0], clients[2]):
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            client.close()
+        wait_until(lambda: server.service._num_in_turn == 0)
+    assert running.acquire(blocking=False)  # the third; the second was never begun
+    assert not running.acquire(blocking=False)
 
 
 class NoMemory(PlainRunner):

@@ -46,6 +46,19 @@ def test_what_is_wrong_is_refused_in_one_line_that_names_it(server, name, body, 
     assert "\n" not in answer.error["message"]
 
 
+def test_what_a_view_would_hold_is_bounded(monkeypatch):
+    """Logits of a text and weights of a layer grow with its length; patching by its square."""
+    monkeypatch.setattr("scratchlm.serve.look_routes._NUMBERS", 40_000)  # 4 heads × 100²
+    monkeypatch.setattr("scratchlm.serve.look_routes._PATCHED", 800)  # 2 layers × 20²
+    with tiny_server() as server:
+        assert ask(server, "/look/read", {"ids": [1] * 100}).status == 200
+        refused = ask(server, "/look/heads", {"ids": [1] * 101})
+        assert (refused.status, refused.error["param"]) == (400, "ids")
+        for count, status in ((20, 200), (21, 400)):
+            body = {"ids": [1] * count, "other": [2] * count, "token": 3}
+            assert ask(server, "/look/patch", body).status == status
+
+
 def test_no_body_makes_a_view_fail(server):
     """Random bodies of the known fields, half of them right: never a 5xx."""
     service = server.service

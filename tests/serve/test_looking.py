@@ -93,7 +93,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_filtered_probabilities_are_those_that_are_drawn_from(subject, sampling):
     found = look_tokens.choices(subject, IDS, 9, sampling=sampling, num_prompt=4, seed=5)
-    settings = look_tokens._settings(subject, IDS, 4, sampling, 5)
+    settings = look_tokens.settings_of(subject, IDS, 4, sampling, 5)
     logits = subject.last_logits(IDS)[None]
     after = masked(shifted(logits, settings), settings).softmax(-1)[0]
     if sampling.temperature == 0:
@@ -260,8 +260,19 @@ def test_every_number_is_explained_with_its_value_and_its_line(subject):
     table = log_p(subject, IDS)[-1]
     weights = attention_weights(subject.model, IDS)
     logits = subject.last_logits(IDS)
+    sampling = Sampling(temperature=0.7, top_k=250, repetition_penalty=1.5)
+    after = look_tokens.choices(subject, IDS, 9, sampling=sampling, num_prompt=4, best=100)
+    with torch.no_grad(), inspect(subject.model) as look:
+        look.keep(["embed", "layers.*.out"])
+        subject.model(torch.tensor([IDS]))
+    by_layer = look.lens()[:, 0].double().softmax(-1)
     expected = {
         "probability": ({"token": 98}, float(table[98].exp())),
+        "filtered": (
+            {"token": 98, "sampling": sampling, "num_prompt": 4},
+            next(row["after"] for row in after["rows"] if row["id"] == 98),
+        ),
+        "lens": ({"token": 98, "position": 5, "layer": 0}, float(by_layer[1, 5, 98])),
         "surprise": ({"token": 98}, float(-table[98] / math.log(2))),
         "entropy": ({}, float(-(table.exp() * table).sum() / math.log(2))),
         "logit": ({"token": 98}, float(logits[98])),
@@ -302,11 +313,15 @@ def test_the_cache_shows_pages_that_are_held_shared_and_found(subject):
     assert during["shared"]["tokens"] == 8
     assert [during["pages"][p] for p in during["shared"]["pages"]] == [[2, True]] * 2
     assert len(during["running"]) == 2
+    assert during["counts"]["shared"] == 2
+    assert during["counts"]["held"] == during["num_held"] - 2
+    assert sum(during["counts"].values()) == 16
     assert during["tokens_found"] == 8
     for handle in handles:
         handle.result()
     after = look_engine.cache(engine, IDS)
     assert after["num_held"] == 0
+    assert after["counts"]["free"] + after["counts"]["kept"] == 14
     assert after["shared"]["tokens"] == 8  # free, and still found
     total = engine.cache.keys.nbytes + engine.cache.values.nbytes
     assert after["bytes_per_page"] * 16 == total

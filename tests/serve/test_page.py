@@ -148,6 +148,8 @@ def test_experts_are_shown_with_their_weights(mixture_page):
             "".join(f"{e}: {percent(w)}" for e, w in zip(*pair, strict=True))
             for pair in zip(routed.experts.tolist()[4:], chosen.tolist()[4:], strict=True)
         ]
+    page.run(axe() + "; window.axe = axe")
+    assert violations(page) == []
 
 
 def test_a_refusal_is_shown_in_one_line(page):
@@ -159,6 +161,33 @@ def test_a_refusal_is_shown_in_one_line(page):
 
 
 # Tokens and choices
+
+
+def test_every_number_with_a_dotted_line_is_explained_by_its_own_value(page):
+    """As it is shown, so it is computed: choices, the table of tokens, the lens."""
+    page.open(address_of(IDS, at=7, top_k=200, temperature=0.7, repetition_penalty=1.3, given=4))
+    page.ids()  # opens the table
+    for view, selector in (
+        ("choices", ".choices tbody tr:nth-child(2) .asked"),
+        ("lens", ".lens tbody tr:nth-child(-n+3) td:nth-child(3) .asked"),
+        ("ablation", "#ablated tbody tr:nth-child(2) .asked"),
+        ("ablation", "#tokens-table tbody tr:nth-child(5) .asked"),
+    ):
+        page.view(view)
+        count = page.run("return document.querySelectorAll(arguments[0]).length", selector)
+        assert count >= 1, view
+        for at in range(count):
+            page.run(
+                "window.asked = document.querySelectorAll(arguments[0])[arguments[1]];"
+                "document.getElementById('formula').close(); window.asked.click()",
+                selector,
+                at,
+            )
+            page.wait("document.getElementById('formula').open")
+            shown = page.run("return window.asked.textContent")
+            value = float(page.text("#formula .result").removeprefix("= "))
+            assert shown in (percent(value), f"{value:.3f}"), (view, at)
+    page.run("document.getElementById('formula').close()")
 
 
 @pytest.mark.parametrize("colour", ["probability", "surprise", "entropy"])
@@ -185,12 +214,11 @@ def test_alternatives_show_both_probabilities_and_who_removed_whom(page, subject
     names = {"top_k": "top-k", "top_p": "top-p"}
     for row, cells in zip(found["rows"], page.cells("table.choices"), strict=True):
         assert cells[0] == quoted(row["text"])
-        assert cells[1] == str(row["rank"])
-        assert cells[2] == percent(raw[row["id"]])
-        assert cells[3] == f"{row['logit']:.3f}"
+        assert cells[1] == percent(raw[row["id"]])
         gone = row["removed_by"]
-        assert cells[5] == (f"removed by {names[gone]}" if gone else percent(row["after"]))
-        assert cells[6] == ("–" if gone else str(row["rank_after"]))
+        assert cells[2] == (f"removed by {names[gone]}" if gone else percent(row["after"]))
+        assert cells[4:6] == [str(row["rank"]), "–" if gone else str(row["rank_after"])]
+        assert cells[6] == f"{row['logit']:.3f}"
     assert {row["removed_by"] for row in found["rows"]} == {None, "top_k", "top_p"}
     assert f"which falls on {quoted(found['draw']['text'])}" in page.text("#view")
 
@@ -269,7 +297,7 @@ def test_the_lens_shows_the_python_apis_guesses(page, loaded):
     with torch.no_grad(), inspect(loaded.model) as look:
         look.keep(["embed", "layers.*.out"])
         loaded.model(torch.tensor([IDS]))
-    table = look.lens()[:, 0, 1:11].double().softmax(-1).flip(0)  # ten fit beside each other
+    table = look.lens()[:, 0, 2:10].double().softmax(-1).flip(0)  # eight fit beside each other
     for row, p in zip(page.cells("table.lens"), table, strict=True):
         assert [re.search(r"[<>]? ?[\d.]+ %$", cell).group() for cell in row[1:]] == [
             percent(float(q)) for q in p.max(-1).values
@@ -411,8 +439,9 @@ def test_every_view_as_python_prints_the_numbers_shown(page):
             exec(compile(script, view, "exec"), {})
         said = printed.getvalue()
         if view == "choices":
-            best = page.cells("table.choices")[0][2]
-            assert percent(float(said.split("\n")[0].split()[-1])) == best
+            for row, line in zip(page.cells("table.choices"), said.splitlines(), strict=True):
+                before, after = line.split()[-2:]
+                assert [percent(float(before)), percent(float(after))] == row[1:3]
         elif view == "attention":
             weights = {row[2] for row in page.cells("#view .pair table")}
             assert weights <= set(said.split())
@@ -463,14 +492,21 @@ def test_axe_reports_nothing_and_nothing_is_cut(page, width, scheme):
         if view == "choices":
             page.run("document.querySelector('.choices .asked').click()")
             page.wait("document.getElementById('formula').open")
-        page.run("window.found = null; axe.run().then((r) => { window.found = r.violations; })")
-        page.wait("window.found")
+        assert violations(page) == [], view
         page.run("document.getElementById('formula').close()")
-        found = page.run(
-            "return window.found.map((v) => [v.id, v.nodes.map((n) => n.html.slice(0, 150))])"
-        )
-        assert found == [], view
         assert page.run("return document.documentElement.scrollWidth") <= width, view
+        if view == "choices":  # what one came for is seen without moving the table
+            seen = "return document.querySelector('.go').getBoundingClientRect().right"
+            assert page.run(seen) <= width
+
+
+def violations(page):
+    """Return what axe-core finds wrong with what is shown."""
+    page.run("window.found = null; axe.run().then((r) => { window.found = r.violations; })")
+    page.wait("window.found")
+    return page.run(
+        "return window.found.map((v) => [v.id, v.nodes.map((n) => n.html.slice(0, 150))])"
+    )
 
 
 def test_the_page_can_be_used_by_keyboard_alone(page):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -13,21 +13,24 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scratchlm.inference.device_sampling import NO_VALID_TOKEN
-from scratchlm.inference.rows import Generation, Piece, TokenLogprob
+from scratchlm.inference.rows import Generation, Piece
 from scratchlm.serve.engine_thread import Submission
 from scratchlm.serve.generation import Generate
-from scratchlm.serve.openai_format import DONE, Answer, AnswerStream, event
+from scratchlm.serve.openai_format import DONE, Answer, AnswerStream, PromptLogprobs, event
 from scratchlm.serve.refusals import Refusal, json_response
 from scratchlm.serve.service import Service
 
 log = logging.getLogger("scratchlm.serve")
-ReadPrompt = list[TokenLogprob | None]
+Write = Callable[[bytes], Awaitable[None]]
 LONG = 1000  # tokens whose log-probabilities are written beside the event loop
 
 
 @contextlib.asynccontextmanager
-async def given_up_with(receive: Receive, submission: Submission) -> AsyncIterator[None]:
+async def given_up_with(receive: Receive, submission: Submission | None) -> AsyncIterator[None]:
     """Cancel a submission when its client goes away, and when the block is left."""
+    if submission is None:
+        yield
+        return
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -45,20 +48,21 @@ async def given_up_with(receive: Receive, submission: Submission) -> AsyncIterat
 async def answer(service: Service, request: Generate, http: Request) -> Response:
     """Answer a request to generate."""
     service.check_running()
-    tokenizer = service.loaded.tokenizer
-    if request.stream:
-        submission = await _submit(service, request)
-        return EventStream(AnswerStream(request, service.name, tokenizer), submission)
-    writer = Answer(request, service.name, tokenizer)
     read = None
     if request.echo and request.num_logprobs is not None:
         read = await _score(service, request, http)
+    about = (request, service.name, service.loaded.tokenizer, read)
+    is_long = read is not None and request.num_prompt_tokens >= LONG
+    if request.stream:
+        stream = AnswerStream(*about)
+        first = await asyncio.to_thread(stream.first) if is_long else stream.first()
+        return EventStream(stream, first, await _submit(service, request) if request.rows else None)
     generations = [Generation() for _ in request.prompts]
     if request.rows:
         generations = await _gather(await _submit(service, request), http)
-    if read is None or request.num_prompt_tokens < LONG:
-        return json_response(writer.whole(generations, read))
-    return await asyncio.to_thread(lambda: json_response(writer.whole(generations, read)))
+    if not is_long:
+        return json_response(Answer(*about).whole(generations))
+    return await asyncio.to_thread(lambda: json_response(Answer(*about).whole(generations)))
 
 
 async def _submit(service: Service, request: Generate) -> Submission:
@@ -80,7 +84,7 @@ async def _gather(submission: Submission, http: Request) -> list[Generation]:
     return generations
 
 
-async def _score(service: Service, request: Generate, http: Request) -> list[ReadPrompt]:
+async def _score(service: Service, request: Generate, http: Request) -> list[PromptLogprobs]:
     """Return the log-probabilities of every choice's prompt, each prompt read once.
 
     A token's come from what is before it, so the first has none.
@@ -93,7 +97,7 @@ async def _score(service: Service, request: Generate, http: Request) -> list[Rea
         submission = await service.score(scored, num_logprobs=max(best, 1), salt=request.salt)
         found = await _gather(submission, http)
     of_scored = iter(found)
-    read: list[ReadPrompt] = []
+    read: list[PromptLogprobs] = []
     for ids in prompts:
         logprobs = (next(of_scored).logprobs or []) if len(ids) > 1 else []
         entries = [replace(one, best=one.best[:best]) for one in logprobs]
@@ -125,28 +129,32 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, writer: AnswerStream, submission: Submission) -> None:
+    def __init__(self, writer: AnswerStream, first: bytes, submission: Submission | None) -> None:
         self.status_code = 200
         self.background = None
-        self.writer, self.submission = writer, submission
+        self.writer, self.first, self.submission = writer, first, submission
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events as they come."""
-        async with given_up_with(receive, self.submission):
-            headers = self.raw_headers
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send_body(send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_body(self, send: Send) -> None:
         async def write(data: bytes) -> None:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        async with given_up_with(receive, self.submission):
+            headers = self.raw_headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await write(self.first)
+            if self.submission is None:
+                await write(self.writer.last())
+            else:
+                await self._send_news(self.submission, write)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_news(self, submission: Submission, write: Write) -> None:
         writer = self.writer
-        await write(writer.first())
-        async for found in self.submission.news():
+        async for found in submission.news():
             pieces: dict[int, list[Piece]] = {}  # of each choice, those that came together
             for news in found:
                 pieces.setdefault(news.index, []).extend(news.pieces)
@@ -156,5 +164,5 @@ class EventStream(Response):
                 await write(data + event(failure(error).body()) + DONE)
                 return
             await write(data)
-        if not self.submission.num_open:
+        if not submission.num_open:
             await write(writer.last())

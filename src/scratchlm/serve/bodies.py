@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from scratchlm.serve.fields import parse_json, read_fields
 from scratchlm.serve.refusals import Refusal
-from scratchlm.serve.service import Service
+from scratchlm.serve.service import Service, check_present
 
-LARGE = 1 << 15  # a body that is parsed and encoded beside the event loop
+LARGE = 1 << 14  # a body that is parsed and encoded beside the event loop
 
 
 async def read_request(
@@ -30,6 +30,10 @@ async def read_request(
         body = await http.body()
     except ClientDisconnect:
         raise Refusal(499, "the client has gone away") from None
-    if len(body) > LARGE or service.chat.template is not None:  # which another process renders
+    if len(body) > LARGE:
+        async with service.reading:  # two at a time, so that who has gone meanwhile costs nothing
+            await check_present(http)
+            return await asyncio.to_thread(read, body)
+    if service.chat.template is not None:  # which another process renders
         return await asyncio.to_thread(read, body)
     return read(body)

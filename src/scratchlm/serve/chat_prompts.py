@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference.chat import ROLES, Conversing, Message, TemplateFormat, chat_format
 from scratchlm.inference.loading import Loaded
+from scratchlm.inference.prompts import AnyTokenizer
 from scratchlm.serve.refusals import Refusal, bad_field
 from scratchlm.tokenizer.chat_encoding import encode_chat
 from scratchlm.tokenizer.chat_template import ChatTemplate
@@ -56,6 +58,7 @@ class ChatPrompts:
         if self.format is None:
             raise Refusal(400, self.problem, field="messages", code="no_chat_format")
         tokenizer, template, given = self.loaded.need_tokenizer(), self.template, variables or {}
+        check_length(self.loaded, sum(len(m["content"]) for m in messages), "messages")
         if template is None:
             self._check_plain(messages, given, add_generation_prompt)
         for name in ("messages", "add_generation_prompt", "template", "tokenizer"):
@@ -150,3 +153,22 @@ def _read_content(value: Any, at: str) -> str:
             raise ValueError(f"{at}.content may have parts of text only; got {part!r:.60}")
         texts.append(part["text"])
     return "".join(texts)
+
+
+def check_length(loaded: Loaded, characters: int, field: str) -> None:
+    """Refuse a text that can only be longer than the context, before it is encoded."""
+    tokenizer, context = loaded.need_tokenizer(), loaded.config.context_length
+    if characters > context * longest_token(tokenizer):
+        raise Refusal(
+            400,
+            f"{field}: must fit the context of {context} tokens; "
+            f"got a text of {characters} characters",
+            field=field,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: AnyTokenizer) -> int:
+    """Return the bytes of the longest token: no token stands for more characters."""
+    return max(map(len, tokenizer.vocab.values()), default=1)

@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute, Route
 from scratchlm.model import TransformerLM
 from scratchlm.serve.bodies import read_request
 from scratchlm.serve.generation import encode_text
-from scratchlm.serve.refusals import Refusal, bad_field, json_response
-from scratchlm.serve.service import Service
+from scratchlm.serve.refusals import bad_field, json_response
+from scratchlm.serve.service import Service, check_present
 
 
 @torch.inference_mode()
@@ -46,12 +46,12 @@ def routes(service: Service) -> list[BaseRoute]:
     async def embeddings(request: Request) -> Response:
         rows, as_base64 = await read_request(service, request, make)
         data = []
-        for index, ids in enumerate(rows):
-            if await request.is_disconnected():
-                raise Refusal(499, "the client has gone away")
-            vector = await service.call(partial(embed, service.loaded.model, ids))
-            found = _base64(vector) if as_base64 else vector
-            data.append({"object": "embedding", "index": index, "embedding": found})
+        async with service.turn(request):
+            for index, ids in enumerate(rows):
+                await check_present(request)
+                vector = await service.call(partial(embed, service.loaded.model, ids))
+                found = _base64(vector) if as_base64 else vector
+                data.append({"object": "embedding", "index": index, "embedding": found})
         count = sum(map(len, rows))
         usage = {"prompt_tokens": count, "total_tokens": count}
         return json_response(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from scratchlm.inference.loading import Loaded
-from scratchlm.inference.prompts import AnyTokenizer, encode_prompt
+from scratchlm.inference.prompts import encode_prompt
 from scratchlm.inference.requests import make_rows
 from scratchlm.inference.rows import Row
 from scratchlm.inference.sampling import Sampling
-from scratchlm.serve.chat_prompts import ChatPrompts
+from scratchlm.serve.chat_prompts import ChatPrompts, check_length
 from scratchlm.serve.refusals import Refusal, bad_field
 
 SAMPLING = (
@@ -59,8 +58,8 @@ def completion_request(values: dict[str, Any], loaded: Loaded, most_choices: int
         raise bad_field("add_special_tokens", "has no effect on token ids")
     if values["max_tokens"] == 0 and not values["echo"]:
         raise bad_field("max_tokens", "0 needs echo; got echo=false")
-    if values["echo"] and values["stream"]:
-        raise bad_field("echo", "is not supported with stream")
+    if values["best_of"] not in (None, values["n"]):
+        raise bad_field("best_of", f"must be n, {values['n']}; got {values['best_of']}")
     texts = [p if isinstance(p, str) else None for p in prompts]
     return _generate(
         values,
@@ -130,10 +129,10 @@ def _generate(
                 field=limit_name,
                 code="context_length_exceeded",
             )
-    repeated = [one for one in prompts for _ in range(n)]
+    repeated, sampling = [one for one in prompts for _ in range(n)], _sampling(values)
     rows = []
     if limit != 0:
-        rows = _rows(values, loaded, repeated, limit, end_ids)
+        rows = _rows(values, loaded, repeated, limit, end_ids, sampling)
     return Generate(
         prompts=repeated,
         texts=[one for one in texts for _ in range(n)],
@@ -149,17 +148,11 @@ def _generate(
     )
 
 
-def _rows(
-    values: dict[str, Any],
-    loaded: Loaded,
-    prompts: list[list[int]],
-    limit: int | None,
-    end_ids: set[int] | None,
-) -> list[Row]:
+def _sampling(values: dict[str, Any]) -> Sampling:
     options = {name: values[name] for name in SAMPLING}
     top_k = values["top_k"]
     try:
-        sampling = Sampling(
+        return Sampling(
             **options,
             typical=values["typical_p"],
             top_k=top_k if top_k is not None and top_k > 0 else None,
@@ -167,6 +160,16 @@ def _rows(
     except (ValueError, TypeError) as error:
         name = next((name for name in (*SAMPLING, "typical_p") if name in str(error)), None)
         raise Refusal(400, str(error), field=name) from None
+
+
+def _rows(
+    values: dict[str, Any],
+    loaded: Loaded,
+    prompts: list[list[int]],
+    limit: int | None,
+    end_ids: set[int] | None,
+    sampling: Sampling,
+) -> list[Row]:
     ends = set(loaded.eos_ids) if end_ids is None else end_ids
     if values["ignore_eos"]:
         ends = set()
@@ -188,22 +191,8 @@ def encode_text(loaded: Loaded, text: str, field: str, *, special: bool = True) 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise bad_field(field, "must be token ids: the model has no tokenizer")
-    most = loaded.config.context_length * longest_token(tokenizer)
-    if len(text) > most:
-        raise Refusal(
-            400,
-            f"{field}: must fit the context of {loaded.config.context_length} tokens; "
-            f"got a text of {len(text)} characters",
-            field=field,
-            code="context_length_exceeded",
-        )
+    check_length(loaded, len(text), field)
     try:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text)
     except ValueError as error:  # a character that the tokenizer does not know
         raise bad_field(field, str(error)) from None
-
-
-@lru_cache(maxsize=4)
-def longest_token(tokenizer: AnyTokenizer) -> int:
-    """Return the bytes of the longest token: no token stands for more characters."""
-    return max(map(len, tokenizer.vocab.values()), default=1)

@@ -1,4 +1,5 @@
-"""What stands before every route, in this order: Host, Origin, the key, the body's limits.
+"""What stands before every route, in this order: Host, the headers' size, Origin, the key,
+the body's limits.
 
 A web page can make its reader's browser call this machine. A foreign page that has its own name
 point here (DNS rebinding) is told by `Host`; any other by `Origin`, unless it was named.
@@ -58,6 +59,11 @@ class Guards:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             raise Refusal(403, "Host: not a name of this server (--allow-host adds one)")
+        # What comes in many pieces is cut off by h11; this is for what comes in one.
+        size = sum(len(name) + len(value) + 4 for name, value in headers.raw)
+        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self.settings.max_headers:
+            most = self.settings.max_headers
+            raise Refusal(431, f"address and headers must not exceed {most} bytes")
         origins = headers.getlist("origin")
         if origins and not self._is_known_origin(origins, hosts[0], scope["scheme"]):
             raise Refusal(403, "Origin: web pages from elsewhere may not call this server")

@@ -73,13 +73,19 @@ def cache(engine: Engine, ids: Sequence[int], salt: str = "") -> dict[str, Any]:
     pool, scheduler = engine.pool, engine.scheduler
     found = pool.find(page_keys(ids, scheduler.page_size, salt))
     pages = pool.pages()
-    memory = engine.cache
+    memory, shared = engine.cache, set(found)
+    counts = dict.fromkeys(("shared", "many", "held", "kept", "free"), 0)
+    for index, page in enumerate(pages):
+        held = "many" if page.holders > 1 else "held" if page.holders else None
+        free = "kept" if page.is_found else "free"
+        counts["shared" if index in shared else held or free] += 1
     return {
         "page_size": scheduler.page_size,
         "num_pages": pool.num_pages,
         "num_held": pool.num_held,
         "num_free": pool.num_free,
         "bytes_per_page": (memory.keys.nbytes + memory.values.nbytes) // pool.num_pages,
+        "counts": counts,
         "pages": [[page.holders, page.is_found] for page in pages[:_PAGES_SHOWN]],
         "running": [
             {"pages": list(request.pages), "length": request.length}

@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from scratchlm.inference.device_sampling import shifted
+from scratchlm.inference.sampling import Sampling
 from scratchlm.inspect import inspect
 from scratchlm.model import LayerNorm, RMSNorm
 from scratchlm.ops import reference
+from scratchlm.serve.look_tokens import apply_filters, settings_of
 from scratchlm.serve.subject import Ids, Subject
 
 _TERMS = 6  # of a long sum that are written out
@@ -36,25 +40,75 @@ def source(op: str, line: str) -> dict[str, Any]:
     }
 
 
+def _softmax(x: Float[Tensor, " vocab"], token: int, letter: str) -> dict[str, Any]:
+    """Explain a probability by the logits it comes from; −∞ is a token that was removed."""
+    top, own = float(x.max()), float(x[token])
+    total = float((x - top).exp().sum())
+    return {
+        "formula": f"p = exp({letter}_t − max {letter}) / Σ_i exp({letter}_i − max {letter})",
+        "numbers": f"exp({own:.6g} − {top:.6g}) / {total:.6g}",
+        "value": math.exp(own - top) / total,
+        "parts": [
+            [f"{letter}_t", own, None],
+            [f"max {letter}", top, None],
+            [f"Σ over {int(x.isfinite().sum())} tokens", total, None],
+        ],
+        "source": source("softmax", "weights / total"),
+    }
+
+
 @torch.no_grad()
 def probability(subject: Subject, ids: Ids, token: int) -> dict[str, Any]:
     """p = exp(x_t − max x) / Σ exp(x − max x)."""
     x = subject.last_logits(ids).double()
     _check_token(token, len(x))
-    top, own = float(x.max()), float(x[token])
-    total = float((x - top).exp().sum())
-    return {
-        "name": f"probability of {_quoted(subject, token)} after {len(ids)} tokens",
-        "formula": "p = exp(x_t − max x) / Σ_i exp(x_i − max x)",
-        "numbers": f"exp({own:.6g} − {top:.6g}) / {total:.6g}",
-        "value": math.exp(own - top) / total,
-        "parts": [
-            ["x_t, the logit", own, {"kind": "logit", "token": token}],
-            ["max x", top, None],
-            [f"Σ over {len(x)} tokens", total, None],
-        ],
-        "source": source("softmax", "weights / total"),
-    }
+    found = _softmax(x, token, "x")
+    found["parts"][0] = ["x_t, the logit", float(x[token]), {"kind": "logit", "token": token}]
+    return {"name": f"probability of {_quoted(subject, token)} after {len(ids)} tokens", **found}
+
+
+@torch.no_grad()
+def filtered(
+    subject: Subject, ids: Ids, token: int, sampling: Sampling | None = None, num_prompt: int = 0
+) -> dict[str, Any]:
+    """Explain a probability after bias, penalties, temperature and filters."""
+    x, sampling = subject.last_logits(ids)[None], sampling or Sampling()
+    _check_token(token, x.shape[-1])
+    settings = settings_of(subject, ids, min(num_prompt, len(ids)), sampling, 0)
+    moved = shifted(x, settings)
+    after, removed = apply_filters(moved, settings, sampling)
+    if token in removed:
+        raise ValueError(f"{_quoted(subject, token)} was removed by {removed[token]}")
+    found = _softmax(after[0].double(), token, "y")
+    found["formula"] += ",   y = (x + bias and penalties) / temperature of the tokens left"
+    found["parts"][1:1] = [
+        ["x_t, the logit", float(x[0, token]), {"kind": "logit", "token": token}],
+        ["bias and penalties", float(moved[0, token] - x[0, token]), None],
+        ["temperature (0: the likeliest alone is left)", sampling.temperature, None],
+    ]
+    name = f"probability of {_quoted(subject, token)} after {len(ids)} tokens and the filters"
+    return {"name": name, **found}
+
+
+@torch.no_grad()
+def lens(
+    subject: Subject, ids: Ids, token: int, position: int, layer: int | None = None
+) -> dict[str, Any]:
+    """Explain what the final norm and the head say after a layer, or after the embedding."""
+    if not 0 <= position < len(ids):
+        raise ValueError(f"position must lie in [0, {len(ids)}); got {position}")
+    point = "embed" if layer is None else f"layers.{layer}.out"
+    with inspect(subject.model) as look:
+        look.keep(["embed", "layers.*.out"], positions=[position])
+        subject.model(subject.row(ids))
+    logits = dict(look.cache.lens_by_layer())[point]
+    _check_token(token, logits.shape[-1])
+    where = "the embedding" if layer is None else f"layer {layer}"
+    found = _softmax(logits[0, 0].double(), token, "x")
+    found["formula"] += f",   x = W · norm(stream after {where})"
+    stream = look.cache[point][0, 0]
+    found["parts"] += _norm_part(subject.model.ln_final, stream)
+    return {"name": f"{_quoted(subject, token)} after token {position}, by {where}", **found}
 
 
 @torch.no_grad()
@@ -207,6 +261,8 @@ def expert_weight(
 
 NUMBERS: dict[str, Callable[..., dict[str, Any]]] = {
     "probability": probability,
+    "filtered": filtered,
+    "lens": lens,
     "surprise": surprise,
     "entropy": entropy,
     "logit": logit,

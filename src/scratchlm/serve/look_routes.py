@@ -7,6 +7,7 @@ Each route reads its fields by a table, as the other routes do, and calls one fu
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from scratchlm.serve.service import Service
 from scratchlm.serve.subject import Subject
 
 _EDITS = 64  # of one request
+_NUMBERS = 1 << 29  # logits of a text, or weights of a layer, that a view may hold
+_PATCHED = 1 << 20  # tokens that patching may run over
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,13 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/", page_response, methods=["GET"]),
         Route("/page/{name}", page_response, methods=["GET"]),
     ]
-    in_turn = _one_at_a_time(service, subject)
+    call = _in_a_thread(service, subject)
     for name, view in views(service, subject).items():
-        found.append(Route(f"/look/{name}", _endpoint(service, view, in_turn), methods=["POST"]))
+        found.append(Route(f"/look/{name}", _endpoint(service, view, call), methods=["POST"]))
     return found
 
 
-def _endpoint(
-    service: Service, view: View, in_turn: Callable[..., Any]
-) -> Callable[[Request], Any]:
+def _endpoint(service: Service, view: View, call: Callable[..., Any]) -> Callable[[Request], Any]:
     def run(body: bytes) -> Response:
         values = read_fields(parse_json(body, service.settings.max_json_depth), view.table)
         try:
@@ -65,14 +66,15 @@ def _endpoint(
             body = await request.body()
         except ClientDisconnect:
             raise Refusal(499, "the client has gone away") from None
-        response: Response = await in_turn(partial(run, body))
+        async with service.turn(request):
+            response: Response = await call(partial(run, body))
         return response
 
     return endpoint
 
 
-def _one_at_a_time(service: Service, subject: Subject) -> Callable[..., Any]:
-    """Return how a view is run: in a thread of its own, one after the other.
+def _in_a_thread(service: Service, subject: Subject) -> Callable[..., Any]:
+    """Return how a view is run: beside the engine, in a thread of its own.
 
     On a GPU it is run between two steps of the engine, which may be recording one.
     """
@@ -80,18 +82,19 @@ def _one_at_a_time(service: Service, subject: Subject) -> Callable[..., Any]:
         return service.call
     thread = ThreadPoolExecutor(1, "look")
 
-    async def in_turn(function: Callable[[], Any]) -> Any:
-        service.check_running()
+    async def call(function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(thread, function)
 
-    return in_turn
+    return call
 
 
 def views(service: Service, subject: Subject) -> dict[str, View]:
     """Return every view by its name, with the limits of this model."""
     config = subject.model.config
     vocab, context, layers = config.vocab_size, config.context_length, config.num_layers
-    ids = {"ids": fields.required(fields.token_ids(vocab, context))}
+    longest = min(context, _NUMBERS // vocab, math.isqrt(_NUMBERS // config.num_heads))
+    ids = {"ids": fields.required(fields.token_ids(vocab, longest))}
+    patched = fields.token_ids(vocab, min(longest, math.isqrt(_PATCHED // layers)))
     token = fields.integer(0, vocab - 1)
     place = fields.required(fields.integer(0, context))
     layer = fields.required(fields.integer(0, layers - 1))
@@ -104,7 +107,14 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
         "model": View({}, lambda: _model(service, subject)),
         "read": View(ids, _with(look_tokens.read, subject)),
         "choices": View(
-            {**ids, **num_prompt, **best, "at": place, "seed": seed, "sampling": _sampling()},
+            {
+                **ids,
+                **num_prompt,
+                **best,
+                "at": place,
+                "seed": seed,
+                "sampling": _sampling(Sampling()),
+            },
             _with(look_tokens.choices, subject),
         ),
         "heads": View(ids, _with(look_inside.heads, subject)),
@@ -123,13 +133,15 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
         ),
         "ablate": View({**ids, **best, "edits": _edits()}, _with(look_inside.ablate, subject)),
         "patch": View(
-            {**ids, "other": ids["ids"], "token": fields.required(token), "against": token}
+            {name: fields.required(patched) for name in ("ids", "other")}
+            | {"token": fields.required(token), "against": token}
             | {"what": fields.text(20, "stream")},
             _with(look_inside.patch, subject),
         ),
         "number": View(
             {**ids, "kind": fields.required(fields.text(20)), "token": token}
             | {name: fields.integer(0, context) for name in ("query", "key", "position", "chosen")}
+            | {"num_prompt": fields.integer(0, context), "sampling": _sampling(None)}
             | {"layer": fields.integer(0, layers - 1)}
             | {"head": fields.integer(0, config.num_heads - 1)},
             lambda **given: _number(subject, **given),
@@ -155,7 +167,7 @@ def _listed(most: int) -> Field:
     return Field(read, {"type": "array", "maxItems": most})
 
 
-def _sampling() -> Field:
+def _sampling(default: Sampling | None) -> Field:
     known = Sampling.__dataclass_fields__
 
     def read(value: Any) -> Sampling:
@@ -169,7 +181,7 @@ def _sampling() -> Field:
         except TypeError as error:
             raise ValueError(str(error)) from None
 
-    return Field(read, {"type": "object"}, Sampling())
+    return Field(read, {"type": "object"}, default)
 
 
 def _edits() -> Field:

@@ -88,10 +88,10 @@ def choices(
     if not 1 <= at <= len(ids):
         raise ValueError(f"at must lie in [1, {len(ids)}]: the first token is given; got {at}")
     logits = subject.last_logits(ids[:at])[None]
-    settings = _settings(subject, ids[:at], min(num_prompt, at), sampling, seed or 0)
+    settings = settings_of(subject, ids[:at], min(num_prompt, at), sampling, seed or 0)
     before = logits.double().log_softmax(dim=-1)[0]
     moved = shifted(logits, settings)
-    after, removed = _filtered(moved, settings, sampling)
+    after, removed = apply_filters(moved, settings, sampling)
     probability = after.softmax(dim=-1)[0]
     shown = _shown(before, probability, None if at == len(ids) else ids[at], best)
     token_ranks = [ranks(p[None].expand(len(shown), -1), shown) for p in (before, after[0])]
@@ -126,9 +126,10 @@ def choices(
     return found
 
 
-def _settings(
+def settings_of(
     subject: Subject, ids: Ids, num_prompt: int, sampling: Sampling, seed: int
 ) -> Settings:
+    """Return what the sampler is told for the token after these ids, of which some were given."""
     row = Row(
         0,
         ids[:num_prompt],
@@ -143,7 +144,7 @@ def _settings(
     return Settings.of([_Chooser(row)], subject.model.config.vocab_size, subject.device)
 
 
-def _filtered(
+def apply_filters(
     x: Float[Tensor, "1 vocab"], settings: Settings, sampling: Sampling
 ) -> tuple[Float[Tensor, "1 vocab"], dict[int, str]]:
     """Apply temperature and masks one by one; return the logits, and who removed which token."""

@@ -13,6 +13,7 @@ from scratchlm.inference.prompts import AnyTokenizer
 from scratchlm.inference.rows import Generation, Piece, TokenLogprob
 from scratchlm.serve.generation import Generate
 
+PromptLogprobs = list[TokenLogprob | None]  # a prompt's first token has none
 DONE = b"data: [DONE]\n\n"
 FINISH = {"end": "stop", "stop": "stop", "length": "length", None: None}
 
@@ -101,16 +102,20 @@ def completion_logprobs(
 
 
 class TextOffsets:
-    """Where each token begins in the text of all, in characters."""
+    """Where each token begins in the text of all, in characters.
 
-    def __init__(self) -> None:
+    The first `unseen` bytes are of tokens that are not in the text, as a begin-of-text is not.
+    """
+
+    def __init__(self, unseen: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._length = 0
+        self._length, self._unseen = 0, unseen
 
     def push(self, data: bytes) -> int:
         """Take the next token's bytes; return where it begins."""
         begin = self._length
-        self._length += len(self._decoder.decode(data))
+        self._length += len(self._decoder.decode(data[self._unseen :]))
+        self._unseen = max(self._unseen - len(data), 0)
         return begin
 
 
@@ -124,8 +129,15 @@ def _finite(logprob: float) -> float:
 class Answer:
     """Writes the answer to one request."""
 
-    def __init__(self, request: Generate, name: str, tokenizer: AnyTokenizer | None) -> None:
+    def __init__(
+        self,
+        request: Generate,
+        name: str,
+        tokenizer: AnyTokenizer | None,
+        prompt_logprobs: Sequence[PromptLogprobs] | None = None,
+    ) -> None:
         self.request, self.name, self.tokenizer = request, name, tokenizer
+        self.prompt_logprobs = prompt_logprobs  # of each choice, where they are echoed
         self.id = ("chatcmpl-" if request.is_chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
         self.num_generated = 0
@@ -139,18 +151,13 @@ class Answer:
             "total_tokens": read + written,
         }
 
-    def whole(
-        self,
-        generations: Sequence[Generation],
-        prompt_logprobs: Sequence[list[TokenLogprob | None]] | None,
-    ) -> dict[str, Any]:
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the answer of a request that does not stream."""
         self.num_generated = sum(len(one.token_ids) for one in generations)
         write = self._chat_choice if self.request.is_chat else self._text_choice
         choices = []
         for index, one in enumerate(generations):
-            read = None if prompt_logprobs is None else prompt_logprobs[index]
-            choice = {"index": index, **write(index, one, read)}
+            choice = {"index": index, **write(index, one)}
             if self.request.return_token_ids:
                 choice["token_ids"] = one.token_ids
                 choice["prompt_token_ids"] = self.request.prompts[index]
@@ -161,7 +168,7 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name}
 
-    def _chat_choice(self, index: int, one: Generation, _read: Any) -> dict[str, Any]:
+    def _chat_choice(self, index: int, one: Generation) -> dict[str, Any]:
         logprobs = None
         if self.request.num_logprobs is not None:
             logprobs = chat_logprobs(self.tokenizer, one.logprobs or [])
@@ -171,27 +178,36 @@ class Answer:
             "finish_reason": FINISH[one.finish_reason],
         }
 
-    def _text_choice(
-        self, index: int, one: Generation, read: list[TokenLogprob | None] | None
-    ) -> dict[str, Any]:
+    def _text_choice(self, index: int, one: Generation) -> dict[str, Any]:
         text, logprobs = one.text, None
         if self.request.echo:
             text = self._prompt_text(index) + text
         if self.request.num_logprobs is not None:
-            found: list[tuple[int, TokenLogprob | None]] = []
-            if read is not None:
-                found += zip(self.request.prompts[index], read, strict=True)
+            found = self._prompt_entries(index)
             found += [(entry.token_id, entry) for entry in one.logprobs or []]
-            logprobs = completion_logprobs(self.tokenizer, found, TextOffsets())
+            logprobs = completion_logprobs(self.tokenizer, found, self._offsets_of(index))
         finish = FINISH[one.finish_reason] if self.request.rows else "length"
         return {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
+    def _prompt_entries(self, index: int) -> list[tuple[int, TokenLogprob | None]]:
+        """Return the tokens of an echoed prompt with their log-probabilities."""
+        if self.prompt_logprobs is None:
+            return []
+        return list(zip(self.request.prompts[index], self.prompt_logprobs[index], strict=True))
+
     def _prompt_text(self, index: int) -> str:
         text = self.request.texts[index]
-        if text is not None:
-            return text
+        return self._prompt_bytes(index).decode("utf-8", "replace") if text is None else text
+
+    def _prompt_bytes(self, index: int) -> bytes:
         data = (token_bytes(self.tokenizer, token) for token in self.request.prompts[index])
-        return b"".join(one or b"" for one in data).decode("utf-8", errors="replace")
+        return b"".join(one or b"" for one in data)
+
+    def _offsets_of(self, index: int) -> TextOffsets:
+        text = self.request.texts[index]
+        if text is None or not self.request.echo:
+            return TextOffsets()
+        return TextOffsets(len(self._prompt_bytes(index)) - len(text.encode()))
 
 
 # Streams
@@ -200,23 +216,40 @@ class Answer:
 class AnswerStream(Answer):
     """Writes the answer to one request as events."""
 
-    def __init__(self, request: Generate, name: str, tokenizer: AnyTokenizer | None) -> None:
-        super().__init__(request, name, tokenizer)
+    def __init__(
+        self,
+        request: Generate,
+        name: str,
+        tokenizer: AnyTokenizer | None,
+        prompt_logprobs: Sequence[PromptLogprobs] | None = None,
+    ) -> None:
+        super().__init__(request, name, tokenizer, prompt_logprobs)
         kind = "chat.completion.chunk" if request.is_chat else "text_completion"
         head = _json(self._head(kind))
         self._before = f'data: {head[:-1]},"choices":['
         self._after = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
-        self._offsets = [TextOffsets() for _ in request.rows]
+        self._offsets = [self._offsets_of(index) for index in range(len(request.prompts))]
 
     def first(self) -> bytes:
-        """Write what comes before any text: the role, for every choice."""
-        if not self.request.is_chat:
-            return b""
-        delta = {"role": "assistant", "content": ""}
-        return b"".join(
-            self._event(self._choice(index, {"delta": delta}))
-            for index in range(len(self.request.rows))
-        )
+        """Write what comes before any answer, for every choice: the role, or the prompt's echo."""
+        written = b""
+        for index, ids in enumerate(self.request.prompts):
+            more = {"prompt_token_ids": ids} if self.request.return_token_ids else {}
+            if self.request.is_chat:
+                body: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+            elif self.request.echo:
+                body = {"text": self._prompt_text(index)}
+            elif more:
+                body = {"text": ""}
+            else:
+                continue
+            found, logprobs = self._prompt_entries(index), None
+            if found:
+                logprobs = completion_logprobs(self.tokenizer, found, self._offsets[index])
+            written += self._event(self._choice(index, body, logprobs, more=more))
+            if not self.request.rows:  # and nothing is to be generated
+                written += self._event(self._choice(index, {"text": ""}, finish="length"))
+        return written
 
     def pieces(self, index: int, pieces: Sequence[Piece]) -> bytes:
         """Write what has come for one choice, in one event and at most one more for its end."""

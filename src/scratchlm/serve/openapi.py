@@ -43,7 +43,7 @@ GETS = {
     "/tokenizer_info": "What a client needs to know of the tokenizer",
     "/openapi.json": "This document",
 }
-REFUSED = (400, 401, 403, 404, 408, 413, 415, 429, 503)
+REFUSED = (400, 401, 403, 404, 408, 413, 415, 429, 431, 503)
 
 
 def document(service: Service) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _completions(config: ModelConfig, settings: ServeSettings) -> dict[str, f.Fi
         "logprobs": f.integer(0, settings.max_logprobs),
         "echo": f.boolean(),
         "add_special_tokens": f.boolean(True),
-        "best_of": f.only(1),
+        "best_of": f.integer(1, settings.max_choices),
         "suffix": f.only(""),
         **_sampling(config, settings),
     }

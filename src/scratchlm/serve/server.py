@@ -2,7 +2,7 @@
 
 A connection has a deadline to send all headers of a request, to read what is ready for it, and to
 end a body that has been refused (the body's own deadline is in `guards.py`). Where there are too
-many connections, the one that has been sending its request for longest is closed.
+many connections, an idle one is closed, or else the one that has been sending for longest.
 
 After SIGTERM or Ctrl-C requests that run may finish, and new ones are refused with 503.
 """
@@ -37,12 +37,13 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; where there are too many, end the one that keeps us waiting for longest."""
         super().connection_made(transport)
-        self._sending_since: float | None = self.loop.time()  # headers
+        self._began = self.loop.time()  # to send a request
+        self._sending_since: float | None = self._began  # headers
         self._refused_since: float | None = None  # a body that nobody wants
         self._unread_since: float | None = None  # by the client
         if len(self.connections) > self.settings.max_connections:
             waiting = [c for c in self.connections if c.is_sending]  # type: ignore[union-attr]
-            oldest = min(waiting, key=lambda c: c._sending_since or 0.0, default=self)  # type: ignore[union-attr]
+            oldest = min(waiting, key=lambda c: c.waiting_since, default=self)  # type: ignore[union-attr]
             oldest.transport.abort()
 
     @property
@@ -50,13 +51,19 @@ class Connection(H11Protocol):
         """Whether the client has yet to send a request, or the rest of one."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
+    @property
+    def waiting_since(self) -> float:
+        """Since when the client has been sending; an idle one since ever."""
+        is_idle = self.conn.their_state is h11.IDLE and self._sending_since is None
+        return 0.0 if is_idle else self._began
+
     def data_received(self, data: bytes) -> None:
         """Take what came; note since when headers are incomplete."""
+        if self.conn.their_state is h11.IDLE and self._sending_since is None:
+            self._began = self._sending_since = self.loop.time()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._sending_since = None
-        elif self._sending_since is None:
-            self._sending_since = self.loop.time()
 
     def close_if_overdue(self, now: float) -> None:
         """Drop the connection if a deadline has passed."""

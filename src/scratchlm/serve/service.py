@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
+
+from starlette.requests import Request
 
 from scratchlm.inference.engine import Engine
 from scratchlm.inference.loading import Loaded
@@ -28,6 +32,9 @@ class Service:
         self.fields = tables(loaded.config, settings)
         self.thread = EngineThread(engine)
         self.is_draining = False
+        self.reading = asyncio.Semaphore(2)  # of large bodies
+        self._turn = asyncio.Lock()
+        self._num_in_turn = 0  # requests that use the model beside the engine, or wait to
 
     @property
     def max_choices(self) -> int:
@@ -64,17 +71,36 @@ class Service:
 
     def _queue(self, count: int, begin: Callable[[], Submission]) -> Submission:
         self.check_running()
-        if self.thread.num_open + count > self.engine.max_rows + self.settings.max_queue:
+        self._check_queue(self.thread.num_open + count - self.engine.max_rows)
+        try:
+            return begin()
+        except ValueError as error:  # it could never fit the pool
+            raise Refusal(400, str(error), field="max_tokens") from None
+
+    def _check_queue(self, waiting: int) -> None:
+        if waiting > self.settings.max_queue:
             raise Refusal(
                 429,
                 f"too many requests wait already: at most {self.settings.max_queue} may",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
+
+    @contextlib.asynccontextmanager
+    async def turn(self, http: Request) -> AsyncIterator[None]:
+        """Wait for a turn at the model beside the engine, one request after the other.
+
+        Whoever has gone away meanwhile is passed over; 429 where too many wait already.
+        """
+        self.check_running()
+        self._check_queue(self._num_in_turn)
+        self._num_in_turn += 1
         try:
-            return begin()
-        except ValueError as error:  # it could never fit the pool
-            raise Refusal(400, str(error), field="max_tokens") from None
+            async with self._turn:
+                await check_present(http)
+                yield
+        finally:
+            self._num_in_turn -= 1
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function that uses the model, between two steps of the engine."""
@@ -90,3 +116,9 @@ class Service:
                 field="model",
                 code="model_not_found",
             )
+
+
+async def check_present(http: Request) -> None:
+    """Stop working for a client that has gone away."""
+    if await http.is_disconnected():
+        raise Refusal(499, "the client has gone away")  # nobody is there to read it

@@ -38,7 +38,9 @@ class ServeSettings:
     header_seconds: float = 10.0  # to receive all headers of a request
     body_seconds: float = 30.0  # to receive its body
     write_seconds: float = 60.0  # for what is ready to have been read by the client
-    keep_alive_seconds: float = 5.0
+    # Longer than clients keep theirs: one that reads slowly sends its next request late, and must
+    # not meet a closed connection. Where there are too many, idle ones are closed first.
+    keep_alive_seconds: float = 75.0
     drain_seconds: float = 30.0  # after SIGTERM, for requests that run
     log_requests: bool = False  # paths and statuses; never what was said
 

@@ -20,16 +20,16 @@ export async function drawChoices(box) {
     const go = make("button", { type: "button", class: "go", disabled: offline || chosen, "aria-label": `Continue with ${quoted(row.text)}`, onclick: () => branchFrom(asked.at, row) }, chosen ? "chosen" : "continue");
     return [
       make("code", {}, quoted(row.text)),
-      String(row.rank),
       [number(percent(row.probability), { ids: context, kind: "probability", token: row.id }, "probability before"), bar(row.probability, 1, { wide: false })],
+      row.removed_by ? make("span", { class: "removed" }, "removed by " + (FILTER_NAMES[row.removed_by] ?? row.removed_by)) : [number(percent(row.after), { ids: context, kind: "filtered", token: row.id, sampling: asked.sampling, num_prompt: asked.num_prompt }, "probability after"), bar(row.after, 1, { wide: false })],
+      go,
+      String(row.rank),
+      row.rank_after === null ? "–" : String(row.rank_after),
       number(row.logit.toFixed(3), { ids: context, kind: "logit", token: row.id }, "logit"),
       row.shift === null ? "forbidden" : row.shift ? signed(row.shift) : "",
-      row.removed_by ? make("span", { class: "removed" }, "removed by " + (FILTER_NAMES[row.removed_by] ?? row.removed_by)) : [percent(row.after), bar(row.after, 1, { wide: false })],
-      row.rank_after === null ? "–" : String(row.rank_after),
-      go,
     ];
   });
-  const made = table(`Alternatives for token ${asked.at}`, ["token", "rank", "before filters", "logit", "penalties", "after filters", "rank after", "branch"], rows, { numeric: [1, 3, 4, 6], className: "choices" });
+  const made = table(`Alternatives for token ${asked.at}`, ["token", "before filters", "after filters", "branch", "rank", "rank after", "logit", "penalties"], rows, { numeric: [4, 5, 6, 7], className: "choices" });
   [...made.tBodies[0].rows].forEach((tr, i) => { if (found.rows[i].id === found.chosen) tr.className = "chosen"; });
   box.replaceChildren(summary(found, context), scroller("Alternatives", made));
 }

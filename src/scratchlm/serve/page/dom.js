@@ -38,7 +38,7 @@ export function table(caption, heads, rows, { rowHeaders = false, numeric = [], 
   const cell = (tag, content, i, more = {}) =>
     make(tag, { ...more, class: numeric.includes(i) ? "number" : "" }, ...(Array.isArray(content) ? content : [content]));
   return make("table", { class: className },
-    make("caption", {}, caption),
+    make("caption", {}, make("span", {}, caption)),
     make("thead", {}, make("tr", {}, ...heads.map((head, i) => cell("th", head, i, { scope: "col" })))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((content, i) =>
       rowHeaders && i === 0 ? cell("th", content, i, { scope: "row" }) : cell("td", content, i))))));

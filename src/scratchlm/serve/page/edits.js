@@ -2,6 +2,7 @@
 import { at, bar, fail, make, percent, quoted, scroller, select, signed, table, visible } from "./dom.js";
 import { ask, look, offline } from "./api.js";
 import { change, idsOf, state } from "./state.js";
+import { number } from "./numbers.js";
 import { tokens } from "./tokens.js";
 import { model } from "./write.js";
 
@@ -67,12 +68,14 @@ function drawEdits() {
 
 let latest = 0;
 async function drawAblated() {
-  const mine = ++latest, found = await look("ablate", ablateBody());
+  const mine = ++latest, asked = ablateBody(), found = await look("ablate", asked);
   if (mine !== latest || !at("ablated")) return;
-  const rows = found.rows.map((row) => [make("code", {}, quoted(row.text)), percent(row.before), percent(row.after), signed(100 * (row.after - row.before), 2) + " pp", bar(row.after, 1, { negative: row.after < row.before })]);
+  const moves = found.rows.map((row) => row.after - row.before), low = Math.min(0, ...moves), span = Math.max(0, ...moves) - low || 1;
+  const rows = found.rows.map((row, i) => [make("code", {}, quoted(row.text)), number(percent(row.before), { ids: asked.ids, kind: "probability", token: row.id }, "probability before"), percent(row.after), signed(100 * moves[i], 2),
+    bar(moves[i], span, { negative: moves[i] < 0, from: Math.min(moves[i], 0) - low })]);
   at("ablated").replaceChildren(
     make("p", { id: "bits" }, found.same_bits ? `Logits are the model's own, bit for bit (${found.bits[0]}).` : `Logits are changed (${found.bits[0]} → ${found.bits[1]}); the distribution moved by ${found.divergence.toPrecision(3)} nats (KL).`),
-    scroller("Next tokens", table(`What comes at place ${state.at}`, ["token", "before", "with the changes", "difference", "bar"], rows, { numeric: [1, 2, 3] })));
+    scroller("Next tokens", table(`What comes at place ${state.at}, before and after the changes; the difference in points of a hundred`, ["token", "before", "after", "points", "bar"], rows, { numeric: [1, 2, 3] })));
 }
 
 // Patching
@@ -125,7 +128,7 @@ function heatMap(asked, found, mine, theirs) {
   const metric = asked.against === undefined ? `the logit of ${name(asked.token)}` : `the logit of ${name(asked.token)} minus that of ${name(asked.against)}`;
   return [
     make("p", {}, `Shown is ${metric}: ${found.clean.toFixed(3)} in this text, ${found.other.toFixed(3)} in the other. The stronger the colour, the nearer to this text; striped is away from it.`),
-    scroller("Patches", make("table", { class: "lens" }, make("caption", {}, `With one part patched: ${found.by}s × layers`),
+    scroller("Patches", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `With one part patched: ${found.by}s × layers`)),
       make("thead", {}, make("tr", {}, make("th", { scope: "col" }, found.by), ...found.rows.map((row) => make("th", { scope: "col" }, row.replace("layers.", "layer "))))),
       make("tbody", {}, ...found.columns.map((i) => make("tr", {}, column(i), ...found.values.map((row) => cell(row[i]))))))),
   ];

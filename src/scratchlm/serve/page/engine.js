@@ -3,6 +3,7 @@ import { amount, bar, behind, duration, make, percent, quoted, scroller, select,
 import { look, offline } from "./api.js";
 import { change, givenAt, idsOf, state } from "./state.js";
 import { number } from "./numbers.js";
+import { showColumn } from "./lens.js";
 import { times, tokens } from "./tokens.js";
 import { model } from "./write.js";
 
@@ -18,7 +19,7 @@ export async function drawCost(box) {
     make("p", {}, `Token ${asked.at}: ${how}.`),
     make("dl", { class: "figures" },
       ...figure("arithmetic", amount(found.flops, "FLOP")), ...figure("memory traffic", amount(found.bytes, "B")),
-      ...figure(`at the limits of a ${found.machine}`, duration(found.seconds)), ...figure("took here", took === undefined ? "not measured" : duration(took))),
+      ...figure(`at the limits of: ${found.machine}`, duration(found.seconds)), ...figure("took here", took === undefined ? "not measured" : duration(took))),
     select("machine", found.machines.map((name) => [name, name]), state.machine, (machine) => change({ machine })),
     scroller("By component", table(`By component, in ${found.precision}: the longer of arithmetic and memory bounds each`, ["component", "arithmetic", "memory", "time", "bound by"], parts, { numeric: [1, 2, 3] })),
     behind("Every term with its formula", scroller("Formulas", table("FLOPs of this step", ["line", "formula", "with the sizes in", "FLOP"], lines, { numeric: [3] }))));
@@ -39,29 +40,26 @@ export async function drawExperts(box) {
   const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), percent(load), bar(load, 1)]));
   box.replaceChildren(
     make("p", {}, "Each token chooses a few experts in every layer; its answer is theirs, weighted."),
-    scroller("Experts", make("table", { class: "lens" }, make("caption", {}, "Chosen experts and their weights"), make("thead", {}, head), make("tbody", {}, ...rows))),
+    scroller("Experts", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Chosen experts and their weights")), make("thead", {}, head), make("tbody", {}, ...rows))),
     scroller("Load", table("Share of this text's choices that fell on each expert", ["layer", "expert", "share", "bar"], loads, { numeric: [0, 1, 2] })));
+  showColumn(box);
 }
 
 export async function drawCache(box) {
   const ids = idsOf(), found = await look("cache", { ids }, { fresh: !offline });
   const shared = new Set(found.shared.pages);
-  const state_of = ([holders, kept], i) => (shared.has(i) ? "shared" : holders > 1 ? "many" : holders ? "held" : kept ? "kept" : "free");
+  const kindOf = ([holders, kept], i) => (shared.has(i) ? "shared" : holders > 1 ? "many" : holders ? "held" : kept ? "kept" : "free");
   const names = { shared: "holds the beginning of this text", many: "held by several requests", held: "held by one request", kept: "free, its content can still be found", free: "free" };
-  const counts = {};
-  const cells = found.pages.map((page, i) => {
-    const kind = state_of(page, i);
-    counts[kind] = (counts[kind] || 0) + 1;
-    return make("i", { class: "page-" + kind, title: `page ${i}: ${names[kind]}` });
-  });
-  const rows = Object.entries(names).map(([kind, name]) => [make("i", { class: "swatch page-" + kind, "aria-hidden": "true" }), name, String(counts[kind] || 0)]);
+  const cells = found.pages.map((page, i) => make("i", { class: "page-" + kindOf(page, i), title: `page ${i}: ${names[kindOf(page, i)]}` }));
+  const rows = Object.entries(names).map(([kind, name]) => [make("i", { class: "swatch page-" + kind, "aria-hidden": "true" }), name, String(found.counts[kind])]);
+  const shown = found.pages.length < found.num_pages ? `The first ${found.pages.length} pages` : "All pages";
   box.replaceChildren(
     make("p", {}, found.shared.tokens
       ? `The first ${found.shared.tokens} tokens of this text are in the cache (pages ${found.shared.pages.join(", ")}): a request that begins like it does not compute them again.`
       : `No whole page of this text is in the cache: a page holds ${found.page_size} tokens, and only full pages of prompts are shared.`),
     make("dl", { class: "figures" }, ...figure("pages", `${found.num_held} of ${found.num_pages} held`), ...figure("a page", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
       ...figure("found instead of computed", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
-    make("div", { class: "pages", "aria-hidden": "true" }, ...cells),
+    make("div", { class: "pages", role: "img", "aria-label": `${shown}; the table below counts all`, tabindex: "0" }, ...cells),
     scroller("Pages by use", table("Pages by use", ["sign", "page", "how many"], rows, { numeric: [2] })),
     make("button", { type: "button", disabled: offline, onclick: () => drawCache(box) }, "Look again"),
     behind("Running requests", scroller("Running requests", table("Running requests", ["tokens", "pages"], found.running.map((one) => [String(one.length), one.pages.join(", ")]), { numeric: [0] }))));

@@ -7,7 +7,7 @@ import { tokens } from "./tokens.js";
 import { choicesBody } from "./choices.js";
 import { model } from "./write.js";
 
-const WIDTH = 10; // positions beside each other
+const WIDTH = 8; // positions beside each other
 
 export function lensBody() {
   const ids = idsOf(), last = Math.max(0, ids.length - WIDTH);
@@ -22,14 +22,22 @@ export async function drawLens(box) {
     make("th", { scope: "col", class: i === state.at - 1 ? "here" : "" }, make("small", {}, String(i)), " ", make("code", {}, visible(tokens[i]?.text ?? "").trimStart()))));
   const rows = [...found.layers].reverse().map(({ point, cells }) => make("tr", {}, make("th", { scope: "row" }, point === "embed" ? "embedding" : point.replace("layers.", "layer ").replace(".out", "")),
     ...cells.map((guesses, i) => {
-      const [[, text, p]] = guesses;
+      const [[token, text, p]] = guesses, layer = point === "embed" ? {} : { layer: Number(point.split(".")[1]) };
+      const value = number(percent(p), { ids: asked.ids, kind: "lens", token, position: places[i], ...layer }, `${quoted(text)} at ${places[i]}`);
       const said = guesses.map(([, t, q]) => `${quoted(t)} ${percent(q)}`).join(", ");
-      return make("td", { class: `${shade(p)} ${places[i] === state.at - 1 ? "here" : ""}`, title: said }, make("code", {}, visible(text).trimStart() || "∅"), make("small", {}, percent(p)));
+      return make("td", { class: `${shade(p)} ${places[i] === state.at - 1 ? "here" : ""}`, title: said }, make("code", {}, visible(text).trimStart() || "∅"), make("small", {}, value));
     })));
   box.replaceChildren(
     make("p", {}, "The final norm and the head, applied after the embedding and after every layer: what the model would say if it stopped there. A column is a position, and what it says comes next; the top row is the model's own answer."),
-    scroller("Logit lens", make("table", { class: "lens" }, make("caption", {}, `Likeliest token after each layer, positions ${found.start} to ${found.stop - 1}`), make("thead", {}, head), make("tbody", {}, ...rows))),
+    scroller("Logit lens", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `Likeliest token after each layer, positions ${found.start} to ${found.stop - 1}`)), make("thead", {}, head), make("tbody", {}, ...rows))),
     make("p", { class: "hint" }, "The stronger the colour, the surer. Choose another token above to move along the text."));
+  showColumn(box);
+}
+
+// A narrow screen shows a few columns at a time: that of the chosen token among them.
+export function showColumn(box) {
+  const region = box.querySelector(".scroller"), here = region?.querySelector(".here");
+  if (here) region.scrollLeft = here.offsetLeft - (region.clientWidth - here.offsetWidth) / 2;
 }
 
 // Attribution

@@ -2,11 +2,11 @@
 import { at, fail, make } from "./dom.js";
 import { look } from "./api.js";
 
-// `asked` is the body of /look/number; the number shown is the text.
+// `asked` is the body of /look/number, or a function that returns it; the number shown is the text.
 export function number(text, asked, label) {
   return make("button", {
     type: "button", class: "asked", "aria-haspopup": "dialog", "aria-label": label ? `${label}: ${text}, how computed` : `${text}, how computed`,
-    onclick: () => explain(asked),
+    onclick: () => explain(typeof asked === "function" ? asked() : asked),
   }, text);
 }
 
@@ -35,4 +35,4 @@ export async function explain(asked) {
 }
 
 const short = (x) => String(Number(x.toPrecision(9)));
-const only = ({ ids }) => ({ ids, layer: undefined, head: undefined, query: undefined, key: undefined });
+const only = ({ ids }) => ({ ids, layer: undefined, head: undefined, query: undefined, key: undefined, sampling: undefined, num_prompt: undefined });

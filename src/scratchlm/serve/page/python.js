@@ -20,15 +20,21 @@ const INSPECT = "from scratchlm.inspect import inspect";
 const pythonText = (text) => JSON.stringify(text);
 // Python and JSON write numbers alike, and these words differently.
 const pythonValue = (x) => (x === true ? "True" : x === false ? "False" : x === null || x === undefined ? "None" : JSON.stringify(x));
-const keywords = (object) => Object.entries(object).map(([name, value]) => `${name}=${pythonValue(value)}`).join(", ");
+const keywords = (object, between) => Object.entries(object).map(([name, value]) => `${name}=${pythonValue(value)}`).join(between);
 
 const WRITERS = {
   choices() {
-    const body = choicesBody();
-    return begun(body.ids.slice(0, body.at), ["from scratchlm.inference import Sampling, next_tokens"]) + `
-for one in next_tokens(model, ids, tokenizer=tokenizer, best=12):  # before the filters
-    print(f"{one.text!r:20} {one.probability:.6f}")
-print(loaded.model.config.vocab_size, "tokens;", Sampling(${keywords(body.sampling)}))
+    const { ids, at, num_prompt, seed, sampling } = choicesBody();
+    const imports = ["from scratchlm.inference import Sampling", "from scratchlm.serve.look_tokens import choices", "from scratchlm.serve.subject import Subject"];
+    return begun(ids, imports) + `
+subject = Subject.of(model, tokenizer, "model")
+sampling = Sampling(
+    ${keywords(sampling, ",\n    ")},
+)
+found = choices(subject, ids, ${at}, sampling=sampling, num_prompt=${num_prompt}, seed=${seed}, best=12)
+for row in found["rows"]:  # before the filters, and after them
+    after = f"removed by {row['removed_by']}" if row["removed_by"] else f"{row['after']:.6f}"
+    print(f"{row['text']!r:20} {row['probability']:.6f} {after}")
 `;
   },
   attention() {

@@ -1,6 +1,7 @@
 // The text as tokens, coloured by what the model thought of them; and the tree of branches.
 import { at, behind, make, percent, quoted, scroller, shade, table, visible } from "./dom.js";
 import { look } from "./api.js";
+import { number } from "./numbers.js";
 import { change, idsOf, state } from "./state.js";
 
 export const COLOURS = {
@@ -90,15 +91,17 @@ export function markToken() {
 
 function legend() {
   const colour = COLOURS[state.colour] || COLOURS.probability;
-  if (state.colour === "none") return [];
+  if (state.colour === "none" || !tokens.length) return [];
   const steps = [0, 2, 4, 6, 8, 10].map((i) => make("i", { class: "shade-" + i }));
   return [make("span", { class: "ramp", "aria-hidden": "true" }, ...steps), ` ${colour.name}: ${colour.legend}. Underlined tokens were given.`];
 }
 
 function tokensTable() {
+  const ids = idsOf();
+  const asked = (text, i, kind) => number(text, () => ({ ids: ids.slice(0, i), kind, ...(kind === "entropy" ? {} : { token: ids[i] }) }), kind);
   const rows = () => tokens.map((t, i) => [String(i), quoted(t.text), String(t.id ?? ""),
-    t.probability === undefined ? "given" : percent(t.probability), t.rank === undefined ? "" : String(t.rank),
-    t.surprise === undefined ? "" : t.surprise.toFixed(3), t.entropy === undefined ? "" : t.entropy.toFixed(3)]);
+    t.probability === undefined ? "given" : asked(percent(t.probability), i, "probability"), t.rank === undefined ? "" : String(t.rank),
+    t.surprise === undefined ? "" : asked(t.surprise.toFixed(3), i, "surprise"), t.entropy === undefined ? "" : asked(t.entropy.toFixed(3), i, "entropy")]);
   const made = behind("The same as a table");
   made.addEventListener("toggle", () => {
     if (made.open && made.children.length === 1) {
