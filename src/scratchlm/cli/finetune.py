@@ -145,7 +145,7 @@ def _finetune(args: Any, resume: bool, device: str, tensorboard: bool) -> int:
     from scratchlm.cli.training_setup import TrainArgs, continue_plan
     from scratchlm.cli.tuning_setup import check_same_tuning, make_tuning_plan
     from scratchlm.training import has_run, read_plan
-    from scratchlm.training.learner import check_overrides
+    from scratchlm.training.checks import check_overrides
 
     if tensorboard:
         TensorBoard.require()

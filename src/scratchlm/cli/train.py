@@ -175,8 +175,8 @@ def _train(
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.ops import OPS
     from scratchlm.training import has_run
+    from scratchlm.training.checks import check_overrides
     from scratchlm.training.choosing import Machine
-    from scratchlm.training.learner import check_overrides
     from scratchlm.training.plan import plan_of, plan_tables
 
     if tensorboard:

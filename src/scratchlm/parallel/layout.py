@@ -16,7 +16,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.parallel.fsdp import FullyShard, first_row
 from scratchlm.parallel.ranks import Ranks
-from scratchlm.parallel.rows import boxes, local, units_of
+from scratchlm.parallel.rows import as_rows, boxes, local, units_of
 from scratchlm.parallel.tensor import Box, TensorParallel
 from scratchlm.parallel.zero1 import Zero1
 
@@ -136,15 +136,10 @@ class Layout:
             if start == 0 and stop > 0 and self.ranks.tensor_rank == 0:
                 yield Box((), (), ()), value
             return
-        begin = 0
+        laid, begin = as_rows(value.contiguous()), 0
         for offsets, rows in boxes(self.shapes[name], start, stop):
             box = self._in_whole(name, offsets, rows)
-            yield (
-                box,
-                value.reshape(-1, *value.shape[-1:] if value.ndim > 1 else ())[
-                    begin : begin + rows
-                ].reshape(box.lengths),
-            )
+            yield box, laid[begin : begin + rows].reshape(box.lengths)
             begin += rows
 
     def _row_bounds(self, name: str) -> tuple[int, int]:

@@ -13,20 +13,14 @@ of a model does not learn (an adapter on its base), it holds the part that does.
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from scratchlm import acceleration
 from scratchlm.checkpoint import MODEL, TRAINING_STATE, Piece, read_piece, tensor_shapes
@@ -38,6 +32,14 @@ from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.parallel.rows import as_rows, local
 from scratchlm.threads import share_cores
+from scratchlm.training.checks import check_applicable, check_ranks
+from scratchlm.training.means import (
+    apply_checkpointing,
+    apply_compile,
+    apply_precision,
+    disable_cublas_workspace,
+    remove_compile,
+)
 from scratchlm.training.optimizers import (
     ScalesGradients,
     WritesShadowWeights,
@@ -374,9 +376,6 @@ def build_model(
     return model.to(device)
 
 
-# Means applied from outside
-
-
 def spread(model: TransformerLM, settings: TrainConfig, ranks: Ranks) -> Layout:
     """Lay a model over ranks."""
     from scratchlm.parallel.layout import Layout
@@ -389,196 +388,3 @@ def spread(model: TransformerLM, settings: TrainConfig, ranks: Ranks) -> Layout:
         low=settings.precision != "fp32",
         whole=lambda name, p: muon and is_hidden_matrix(name, p),
     )
-
-
-def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
-    """Refuse by name a setting that cannot apply to so many ranks."""
-    if ranks is None:
-        asked = settings.parallel not in (None, "none")
-        name = f"parallel={settings.parallel}" if asked else f"tp={settings.tp}"
-        if asked or settings.tp > 1:
-            raise ScratchLMError(
-                f"train.{name} needs several ranks (torchrun, or --gpus N); on one, "
-                "train.parallel=none train.tp=1"
-            )
-        return
-    if settings.parallel == "none":
-        raise ScratchLMError(f"train.parallel=none is for one rank; there are {ranks.size}")
-    for name in ("ema", "shares"):
-        if getattr(settings, name) > (name == "shares"):
-            raise ScratchLMError(f"train.{name} does not go with several ranks")
-    if settings.has_collectives:
-        for name, wrong in (
-            ("cuda_graph", settings.cuda_graph),
-            ("precision=fp8", settings.precision == "fp8"),
-        ):
-            if wrong:
-                raise ScratchLMError(
-                    f"train.{name} does not go with train.parallel=fsdp or train.tp"
-                )
-    rows, ranks_of_data = settings.batch_size, ranks.data_size
-    if rows < ranks_of_data:
-        raise ScratchLMError(
-            f"train.batch_size={rows} must give each of {ranks_of_data} ranks a row"
-        )
-    micro = settings.micro_batch_size or rows
-    passes = {-(-n // micro) for n in (rows // ranks_of_data, -(-rows // ranks_of_data))}
-    if settings.has_collectives and len(passes) > 1:
-        raise ScratchLMError(
-            f"train.batch_size={rows} gives {ranks_of_data} ranks different numbers of "
-            f"micro-batches of {micro}; with fsdp or tp they must be equal"
-        )
-
-
-def check_applicable(settings: TrainConfig, device: str) -> None:
-    """Refuse by name a setting that cannot apply to a model on such a device."""
-    if settings.cuda_graph and device != "cuda":
-        raise ScratchLMError(f"train.cuda_graph needs a CUDA device; the model is on {device}")
-    if settings.shares > 1 and device != "cpu":
-        raise ScratchLMError(f"train.shares is for a CPU; the model is on {device}")
-    if settings.precision == "fp8" and device != "cuda":
-        raise ScratchLMError(f"train.precision=fp8 needs a CUDA device; the model is on {device}")
-    if settings.precision == "fp8" and not settings.accelerate:
-        raise ScratchLMError("train.precision=fp8 needs train.accelerate")
-    if settings.accelerate and not acceleration.is_available():
-        raise ScratchLMError("train.accelerate needs scratchlm.accelerate, which is not there")
-    if settings.checkpointed_layers is not None and settings.checkpointing == "none":
-        raise ScratchLMError("train.checkpointed_layers needs train.checkpointing")
-
-
-def check_overrides(values: dict[str, Any], device: str, ranks: Ranks | None = None) -> None:
-    """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
-    about = {"cuda_graph", "shares", "precision", "accelerate", "parallel", "tp", "ema"}
-    about |= {"checkpointing", "checkpointed_layers"}
-    given = {name: values[name] for name in about if name in values}
-    settings = TrainConfig.from_dict({"batch_size": 1 << 24, **given}).resolved(device)
-    check_applicable(settings, device)
-    check_ranks(settings, ranks)
-
-
-def apply_precision(model: TransformerLM, precision: str | None) -> None:
-    """Let the residual stream, or also the layers' products, run lower than autocast has them."""
-    if precision in ("bf16-residual", "fp8"):
-        embeddings = model.token_embeddings
-        if hasattr(embeddings, "low_precision"):  # accelerated: rows are written so
-            embeddings.low_precision = True  # type: ignore[assignment]
-        else:
-            embeddings.register_forward_hook(_in_bfloat16)
-    if precision == "fp8":
-        acceleration.enable_fp8(model)
-
-
-def _in_bfloat16(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Start the residual stream in bfloat16, where products run so; nothing after widens it."""
-    return output.bfloat16() if torch.is_autocast_enabled(output.device.type) else output
-
-
-class _Recomputed(torch.nn.Module):
-    """A module whose forward is computed again in the backward pass instead of being kept."""
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's own forward, keeping its inputs alone."""
-        return checkpoint(super().forward, *inputs, use_reentrant=False, **options)
-
-
-class _SelectivelyRecomputed(torch.nn.Module):
-    """The same, but results of matrix products and attention are kept."""
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's own forward, keeping its inputs and the results of `SAVED_OPS`."""
-        kept = partial(create_selective_checkpoint_contexts, _save_products)
-        return checkpoint(super().forward, *inputs, use_reentrant=False, context_fn=kept, **options)
-
-
-_aten = torch.ops.aten
-SAVED_OPS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-
-
-# By name: they are there only where they have run.
-@cache
-def saved_custom_ops() -> frozenset[str]:
-    """Return the custom operators whose results are kept: CPU attention's, and the fusions'."""
-    return frozenset({"scratchlm::causal_attention", *acceleration.saved_operators()})
-
-
-def _save_products(ctx: Any, op: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    if op in SAVED_OPS or op.name() in saved_custom_ops():
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _recomputed(kind: type, how: type) -> type:
-    made = type(f"{how.__name__}{kind.__name__}", (how, kind), {})
-    acceleration.register_class(made, kind)
-    return made
-
-
-# policy -> the parts of a layer it recomputes, and how
-_CHECKPOINTING: dict[str, dict[str, type]] = {
-    "none": {},
-    "attention": {"attn": _Recomputed},
-    "ffn": {"ffn": _Recomputed},
-    "selective": {"attn": _SelectivelyRecomputed, "ffn": _Recomputed},
-    "block": {"": _Recomputed},
-}
-# the same for the layers past `checkpointed_layers`
-_BEYOND: dict[str, dict[str, type]] = {
-    "selective": {"attn": _SelectivelyRecomputed, "ffn": _SelectivelyRecomputed}
-}
-
-
-def apply_checkpointing(model: TransformerLM, policy: str, layers: int | None = None) -> None:
-    """Recompute a part of the first layers, or of all, in the backward pass instead of keeping it.
-
-    What memory allows to keep need not be computed twice: as many layers as it takes, no more. With
-    `selective` the other layers recompute too, but no matrix product.
-    """
-    for number, layer in enumerate(model.layers):
-        within = layers is None or number < layers
-        for part, how in (_CHECKPOINTING if within else _BEYOND).get(policy, {}).items():
-            module = layer.get_submodule(part)
-            # By its class, not by a wrapper of its own: all layers then share one compiled graph.
-            module.__class__ = _recomputed(type(module), how)  # type: ignore[arg-type]
-
-
-def apply_compile(model: TransformerLM, how: str | None) -> Callable[..., Tensor]:
-    """Return the loss, compiled whole or layer by layer; names in the state dict stay.
-
-    Every shape has a graph of its own: one with symbolic sizes may sum in another order, and which
-    of the two a run gets would depend on the shapes it has seen, and so on whether it was resumed.
-    """
-    if how != "off":  # or a hook put on a layer after the first step would be ignored
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-    if how == "model":
-        return torch.compile(model.loss, dynamic=False)
-    if how == "block":
-        for layer in model.layers:
-            layer.compile(dynamic=False)
-    return model.loss
-
-
-def remove_compile(model: TransformerLM) -> None:
-    """Take back what `apply_compile` has done to the layers."""
-    for layer in model.layers:
-        layer._compiled_call_impl = None
-
-
-# Read when cuBLAS starts. With a workspace, cuBLAS clears part of it before every GEMM: in a CUDA
-# graph of small kernels that costs about 1 %, and without one the GEMMs are as fast.
-WORKSPACE, NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":0:0"
-
-
-def disable_cublas_workspace(settings: TrainConfig) -> None:
-    """Run the GEMMs of CUDA graphs without a workspace, unless the user has set the variable."""
-    if settings.cuda_graph and not settings.deterministic:
-        os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
-        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # shares that workspace, or warns

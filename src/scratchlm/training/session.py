@@ -20,8 +20,9 @@ from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.data.examples import Examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.ops import Ops
-from scratchlm.training.learner import NO_WORKSPACE, WORKSPACE, Learner, build_model
+from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
+from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.throughput import Throughput, make_throughput
