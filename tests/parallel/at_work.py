@@ -57,7 +57,9 @@ def world(size, tp=1, timeout=60):
     if size <= PROCESS:
         yield None
         return
+    # as on machines of two ranks each
     os.environ.update(RANK=str(PROCESS), WORLD_SIZE=str(size), MASTER_PORT=port)
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 if size % 2 == 0 else size)
     with join_ranks("cpu", tp, timeout) as ranks:
         yield ranks
 
@@ -112,6 +114,8 @@ CASES = {
     "tp 2, odd sequences": (2, 2, "plain", {"seq": 15}),
     "zero1 × tp 2": (4, 2, "qwen3", {}),
     "fsdp × tp 2": (4, 2, "plain", {"parallel": "fsdp"}),
+    "hsdp, 2 machines": (4, 1, "tied", {"parallel": "hsdp"}),
+    "hsdp × tp 2": (4, 2, "plain", {"parallel": "hsdp"}),
     "fsdp × tp 2, experts": (4, 2, "experts", {"parallel": "fsdp"}),
 }
 

@@ -4,6 +4,9 @@ Every parameter is cut along its first dimension, and a rank keeps its part of w
 and moments. A block's weights are gathered when it is called, forward and backward, and its
 gradients are reduce-scattered when it is done. Inside a call they are plain tensors: layers and
 kernels see nothing of it.
+
+HSDP cuts over the ranks of one machine, whose links are fast, and repeats that on each machine:
+gradients are then added up over machines, once a block.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -23,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from scratchlm import acceleration
+from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.parallel.ranks import Ranks
 
@@ -31,12 +35,18 @@ ENTRIES = ("loss", "hidden", "head_loss")
 
 
 class FullyShard:
-    """A model cut over the ranks of the data dimension."""
+    """A model cut over the ranks of the data dimension, or over those of one machine."""
 
-    def __init__(self, model: TransformerLM, ranks: Ranks, *, low: bool = False) -> None:
+    def __init__(
+        self, model: TransformerLM, ranks: Ranks, *, low: bool = False, per_machine: bool = False
+    ) -> None:
         """Cut it; with `low`, blocks are gathered in bfloat16, and gradients added in float32."""
         self.model, self.ranks = model, ranks
-        mesh = ranks.mesh["data"]
+        mesh, self.copy = ranks.mesh["data"], 0
+        if per_machine:
+            mesh = _machines(ranks)
+            self.copy = mesh.get_local_rank("copy")
+        self.group = mesh.get_group("data")
         inner = MixedPrecisionPolicy(cast_forward_inputs=False)
         if low:
             inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -66,6 +76,19 @@ class FullyShard:
     def after_evaluation(self) -> None:
         """Give back what a forward without a backward pass has gathered."""
         cast(Any, self.model).reshard()
+
+
+def _machines(ranks: Ranks) -> DeviceMesh:
+    """Lay the ranks that share a batch out as (copy, data): one copy of the model a machine."""
+    inside, rest = divmod(ranks.per_machine, ranks.tensor_size)
+    if rest or ranks.data_size % max(1, inside):
+        raise ScratchLMError(
+            f"train.parallel=hsdp needs machines alike: {ranks.per_machine} ranks on this one do "
+            f"not divide {ranks.size} by train.tp={ranks.tensor_size}"
+        )
+    grid = (ranks.data_size // inside, inside, ranks.tensor_size)
+    mesh = init_device_mesh(ranks.device.type, grid, mesh_dim_names=("copy", "data", "tensor"))
+    return mesh["copy", "data"]
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -129,5 +152,5 @@ def first_row(p: nn.Parameter) -> int:
     if not isinstance(p, DTensor):
         return 0
     # FSDP2 cuts as `chunk` does: all parts but the last ones are equally long
-    size, rank = p.device_mesh.size(), p.device_mesh.get_local_rank()
+    size, rank = p.device_mesh["data"].size(), p.device_mesh.get_local_rank("data")
     return min(rank * -(-p.shape[0] // size), p.shape[0])

@@ -1,4 +1,4 @@
-"""How a model lies over ranks: tensor parallelism across a row of them, ZeRO-1 or FSDP down.
+"""How a model lies over ranks: tensor parallelism across a row of them, ZeRO-1 or FSDP2 down.
 
 One object that a training step talks to. `updated` is what this rank's optimizers move; `boxes_of`
 says where each of those numbers lies in the whole tensor, which is all that a checkpoint needs.
@@ -20,8 +20,6 @@ from scratchlm.parallel.rows import as_rows, boxes, local, units_of
 from scratchlm.parallel.tensor import Box, TensorParallel
 from scratchlm.parallel.zero1 import Zero1
 
-PARALLEL = ("zero1", "fsdp")
-
 
 class Layout:
     """A model spread over ranks."""
@@ -41,12 +39,12 @@ class Layout:
             self.tensor = TensorParallel(model, ranks)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         uncut = frozenset(n for n, p in self.parameters.items() if whole(n, p))
-        if uncut and (self.tensor is not None or kind == "fsdp"):
+        if uncut and (self.tensor is not None or kind != "zero1"):
             raise ScratchLMError("train.optimizer=muon needs whole matrices: train.parallel=zero1")
         self.shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}  # on this row
         self.data: Zero1 | FullyShard
-        if kind == "fsdp":
-            self.data = FullyShard(model, ranks, low=low)
+        if kind != "zero1":
+            self.data = FullyShard(model, ranks, low=low, per_machine=kind == "hsdp")
         else:
             model.to(ranks.device)
             read_low = (n for n, p in self.parameters.items() if low and is_read_low(n, p))
@@ -110,7 +108,7 @@ class Layout:
             dist.all_reduce(cut, group=self.ranks.tensor_group)
         total = cut + same
         if isinstance(self.data, FullyShard):
-            dist.all_reduce(total, group=self.ranks.data_group)
+            dist.all_reduce(total, group=self.data.group)
         return total
 
     def share_weights(self) -> None:
@@ -130,6 +128,8 @@ class Layout:
         """
         if self.tensor is not None and not self.tensor.is_cut(name) and self.ranks.tensor_rank:
             return  # the first rank of the row writes it
+        if isinstance(self.data, FullyShard) and self.data.copy:
+            return  # the first copy is written
         value = local(value)
         start, stop = self._row_bounds(name)
         if value.ndim == 0:

@@ -45,6 +45,7 @@ class Ranks:
     control: dist.ProcessGroup  # gloo, of all ranks
     store: dist.Store
     timeout: float  # seconds that a rank waits for another
+    per_machine: int = 1  # ranks of one machine
     has_failed: bool = False  # whether this rank is ending: its threads wait for nobody any more
     _asked: dict[str, int] = field(default_factory=dict)
 
@@ -210,6 +211,7 @@ def join_ranks(device_type: str, tensor_size: int = 1, timeout: float = 600.0) -
             control=dist.new_group(backend="gloo", timeout=limit),
             store=dist.PrefixStore("scratchlm", dist.distributed_c10d._get_default_store()),
             timeout=timeout,
+            per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         )
     except BaseException:
         if device_type == "cpu":  # NCCL would wait for ranks that are gone

@@ -35,7 +35,7 @@ def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
         ):
             if wrong:
                 raise ScratchLMError(
-                    f"train.{name} does not go with train.parallel=fsdp or train.tp"
+                    f"train.{name} does not go with train.parallel=fsdp, hsdp or train.tp"
                 )
     rows, ranks_of_data = settings.batch_size, ranks.data_size
     if rows < ranks_of_data:

@@ -22,7 +22,7 @@ MOMENTS = ("fp32", "bf16")
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
-PARALLEL = ("none", "zero1", "fsdp")
+PARALLEL = ("none", "zero1", "fsdp", "hsdp")
 # What may change between two sessions of a run.
 CHANGEABLE = {
     *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks"),
@@ -72,7 +72,7 @@ class TrainConfig:
     cuda_graph: bool | None = None  # record forward and backward, replay them; None: on a GPU
     deterministic: bool = False  # only kernels whose sums have one order; a CPU has no others
     # ranks: processes that train together, one a GPU
-    parallel: str | None = None  # zero1: each updates its part; fsdp: each has a part; none
+    parallel: str | None = None  # zero1: each updates its part; fsdp, hsdp: each has a part; none
     tp: int = 1  # ranks that share each layer (tensor parallelism)
     rank_timeout: int = 600  # seconds to wait for another rank before the job ends
     # when
@@ -167,7 +167,7 @@ class TrainConfig:
     @property
     def has_collectives(self) -> bool:
         """Whether ranks talk to each other inside forward and backward."""
-        return self.parallel == "fsdp" or self.tp > 1
+        return self.parallel in ("fsdp", "hsdp") or self.tp > 1
 
     @property
     def task_files(self) -> list[str]:
