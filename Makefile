@@ -54,6 +54,12 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/tokenizer.py $(SHAKESPEARE)
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/loading.py
+	$(BIN)/python bench/serve.py
+	$(BIN)/python bench/quantized.py quality --text $(SHAKESPEARE)
+	$(BIN)/python bench/quantized.py speed
+	$(BIN)/python bench/speculation.py
+	$(BIN)/python bench/shared_cpu.py
+	$(BIN)/python bench/projection.py
 	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
 	$(BIN)/python bench/speculation.py
 	$(BIN)/python bench/quantized.py quality --text $(SHAKESPEARE)
@@ -69,6 +75,10 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/engine.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/evaluate.py --device cuda --dtype bfloat16 --preset qwen3-0.6b --cases 64 --batch-size 64
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/accounting.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/lora.py
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/quantized.py gpu
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/speculation.py --device cuda --size "1.6 B"
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/serve.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/quantized.py gpu
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/speculation.py --device cuda --size "1.6 B"
 
