@@ -437,7 +437,7 @@ class TestInTheBrowser:
             ("moe", {"experts_per_token": 129}),
             ("moe", {"gpus": 3, "parallel": "tp"}),
             ("moe", {"gpus": 8, "parallel": "tp"}),
-            ("moe", {"gpus": 64, "parallel": "fsdp", "tp": 4, "num_experts": 66}),
+            ("moe", {"gpus": 64, "parallel": "fsdp", "tp": 8}),
             ("gqa", {"gpus": 12, "parallel": "zero1", "tp": 8}),
             ("gqa", {"gpus": 8, "link": 0}),
             ("post", {"d_model": 255, "d_head": 32}),

@@ -304,8 +304,8 @@ def test_a_nan_leaves_the_last_checkpoint_whole_and_writes_no_line(tmp_path, dat
 
     make = tiny.make_learner
 
-    def made(*args):
-        poison.learner = make(*args)
+    def made(*args, **options):
+        poison.learner = make(*args, **options)
         return poison.learner
 
     tiny.make_learner = made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from scratchlm.errors import ScratchLMError
 T = TypeVar("T")
 
 _STEP = re.compile(r"step-(\d{8,})")
+PATIENCE = 60.0  # seconds a reader tries to be faster than a trainer that replaces checkpoints
 RESCANS = 100  # how often a reader looks again at a run whose checkpoints come and go
 
 
@@ -96,7 +98,8 @@ def read_chosen(
     warn: Callable[[str], None] | None = None,
 ) -> T | None:
     """Read a run's checkpoint (`choose_checkpoint`), or the next where it vanishes meanwhile."""
-    for _ in range(RESCANS):
+    patience = time.monotonic() + PATIENCE
+    while time.monotonic() < patience:
         before = find_checkpoints(run)
         try:
             path = choose_checkpoint(run, which, warn)

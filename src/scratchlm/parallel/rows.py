@@ -47,7 +47,8 @@ def unit_rows(shape: Sequence[int]) -> int:
 
 def units_of(tensor: Tensor) -> list[Tensor]:
     """Cut a tensor, or rows of one that begin with a unit, into units."""
-    return list(as_rows(tensor).split(unit_rows(tensor.shape)))
+    rows = tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.reshape(-1)
+    return list(rows.split(unit_rows(tensor.shape)))
 
 
 def num_rows(shape: Sequence[int]) -> int:
