@@ -112,7 +112,7 @@ QUICK = ("tokenizer train", "import", "account --html", "quantize")
 
 
 @pytest.mark.parametrize(
-    ("stride", "names"), [(4, QUICK), pytest.param(1, (), marks=pytest.mark.slow)]
+    ("stride", "names"), [(8, QUICK), pytest.param(1, (), marks=pytest.mark.slow)]
 )
 def test_a_failing_call_leaves_nothing_torn_and_the_command_goes_on(
     tmp_path, tried, preload, stride, names
