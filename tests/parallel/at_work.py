@@ -100,6 +100,7 @@ CASES = {
     "zero1, 2, moments": (2, 1, "plain", {"moment": "bf16"}),
     "zero1, 3": (3, 1, "plain", {}),
     "zero1, 4": (4, 1, "tied", {}),
+    "zero1, 8": (8, 1, "plain", {}),
     "fsdp, 2": (2, 1, "plain", {"parallel": "fsdp"}),
     "fsdp, 3, tied": (3, 1, "tied", {"parallel": "fsdp", "micro_batch_size": 2}),
     "fsdp, 2, experts": (2, 1, "experts", {"parallel": "fsdp"}),
@@ -123,7 +124,15 @@ CASES = {
 # What `make test` leaves to `make test-slow`.
 LONG_ONLY = {
     *("zero1, 2, tied", "zero1, 2, written out", "zero1, 2, checkpointing", "zero1, 2, moments"),
-    *("zero1, 4", "fsdp, 2", "fsdp, 4, checkpointing", "tp 2", "tp 2, post-norm", "tp 2, z-loss"),
+    *(
+        "zero1, 4",
+        "zero1, 8",
+        "fsdp, 2",
+        "fsdp, 4, checkpointing",
+        "tp 2",
+        "tp 2, post-norm",
+        "tp 2, z-loss",
+    ),
     *("tp 2, recomputed", "hsdp × tp 2", "fsdp × tp 2, experts"),
 }
 
