@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from scratchlm.cli.training_setup import TrainArgs
     from scratchlm.parallel.ranks import Ranks
-    from scratchlm.training import Plan
+    from scratchlm.training import Plan, TrainConfig
     from scratchlm.training.choosing import Machine
     from scratchlm.training.loop import RunTasks, Sampler
 
@@ -115,8 +115,6 @@ def train(
     from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
     from scratchlm.training.settings import parse_overrides
 
-    if gpus is not None and launched_rank() is None:
-        raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:])))
     words = data or []
     changes = [word for word in words if word.startswith(SECTIONS) and "=" in word]
     overrides = parse_overrides([*changes, *(set_ or [])])
@@ -140,6 +138,9 @@ def train(
         start=start,
         overrides=overrides,
     )
+    if gpus is not None and launched_rank() is None:
+        shared = _rank_settings(args).backend == "gloo"
+        raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:]), shared=shared))
     with contextlib.ExitStack() as stack:
         ranks = None if launched_rank() is None else stack.enter_context(_join(args, device))
         status = _train(args, resume, device, ops, prompt, tensorboard, ranks)
@@ -149,16 +150,22 @@ def train(
 
 def _join(args: TrainArgs, device: str) -> contextlib.AbstractContextManager[Ranks]:
     """Join the processes that `torchrun` has started."""
-    from scratchlm.cli.training_setup import config_tables
     from scratchlm.parallel.ranks import join_ranks
+
+    settings = _rank_settings(args)
+    where = choose_device(device).type
+    return join_ranks(where, settings.tp, settings.rank_timeout, settings.backend)
+
+
+def _rank_settings(args: TrainArgs) -> TrainConfig:
+    """Return what must be known of the settings before there are ranks."""
+    from scratchlm.cli.training_setup import config_tables
     from scratchlm.training import TrainConfig, has_run, read_plan
 
     begun = read_plan(args.out).train.to_dict() if has_run(args.out) else {}
     asked = config_tables(args).get("train", {})
-    chosen = {name: {**begun, **asked}.get(name) for name in ("tp", "rank_timeout")}
-    known = {name: value for name, value in chosen.items() if value is not None}
-    settings = TrainConfig.from_dict(known)
-    return join_ranks(choose_device(device).type, settings.tp, settings.rank_timeout)
+    chosen = {name: {**begun, **asked}.get(name) for name in ("tp", "backend", "rank_timeout")}
+    return TrainConfig.from_dict({k: value for k, value in chosen.items() if value is not None})
 
 
 def _train(

@@ -14,17 +14,20 @@ def launched_rank() -> int | None:
     return int(given) if given is not None and "WORLD_SIZE" in os.environ else None
 
 
-def relaunch(gpus: int, words: list[str]) -> int:
-    """Run a command line of ours as `gpus` ranks on this machine; return the exit status."""
+def relaunch(gpus: int, words: list[str], *, shared: bool = False) -> int:
+    """Run a command line of ours as `gpus` ranks on this machine; return the exit status.
+
+    `shared`: ranks may share a GPU.
+    """
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     found = torch.cuda.device_count()
-    if gpus > found:
+    if gpus > found and not (shared and found):
         raise ScratchLMError(
-            f"--gpus {gpus}: this machine has {found}; ranks on a CPU are started by "
-            f"`torchrun --nproc-per-node {gpus} -m scratchlm … --device cpu`"
+            f"--gpus {gpus}: this machine has {found} (train.backend=gloo lets ranks share one); "
+            f"on a CPU: `torchrun --nproc-per-node {gpus} -m scratchlm … --device cpu`"
         )
     try:
         main(["--standalone", f"--nproc-per-node={gpus}", "-m", "scratchlm", *words])

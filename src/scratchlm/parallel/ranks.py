@@ -185,22 +185,31 @@ def join_for_good(device_type: str, tensor_size: int) -> Ranks:
 
 
 @contextlib.contextmanager
-def join_ranks(device_type: str, tensor_size: int = 1, timeout: float = 600.0) -> Iterator[Ranks]:
-    """Join the processes that `torchrun` has started, and leave them at the end."""
+def join_ranks(
+    device_type: str, tensor_size: int = 1, timeout: float = 600.0, backend: str | None = None
+) -> Iterator[Ranks]:
+    """Join the processes that `torchrun` has started, and leave them at the end.
+
+    NCCL wants a GPU for each rank; gloo, through the CPU's memory, lets several share one.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size % tensor_size:
         raise ScratchLMError(f"train.tp must divide the number of ranks, {size}; got {tensor_size}")
     device = torch.device(device_type)
     if device_type == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ScratchLMError(f"rank {rank} has no GPU of its own: this machine has {count}")
-        device = torch.device("cuda", local)
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= count and backend != "gloo":
+            raise ScratchLMError(
+                f"rank {rank} has no GPU of its own: this machine has {count} "
+                "(train.backend=gloo lets ranks share one)"
+            )
+        device = torch.device("cuda", local % count)
         torch.cuda.set_device(device)
+    elif backend == "nccl":
+        raise ScratchLMError(f"train.backend=nccl is for GPUs; the ranks are on {device_type}")
     limit = timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=limit)
+    is_nccl = device_type == "cuda" and backend != "gloo"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=limit)
     try:
         grid = (size // tensor_size, tensor_size)
         yield Ranks(
@@ -214,7 +223,7 @@ def join_ranks(device_type: str, tensor_size: int = 1, timeout: float = 600.0) -
             per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         )
     except BaseException:
-        if device_type == "cpu":  # NCCL would wait for ranks that are gone
+        if not is_nccl:  # which would wait for ranks that are gone
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -23,10 +23,11 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16-residual", "fp8")
 COMPILE = ("off", "block", "model")
 ROWS = ("windows", "documents")
 PARALLEL = ("none", "zero1", "fsdp", "hsdp")
+BACKENDS = ("nccl", "gloo")
 # What may change between two sessions of a run.
 CHANGEABLE = {
     *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks"),
-    *("parallel", "tp", "rank_timeout"),
+    *("parallel", "tp", "backend", "rank_timeout"),
 }
 
 
@@ -74,6 +75,7 @@ class TrainConfig:
     # ranks: processes that train together, one a GPU
     parallel: str | None = None  # zero1: each updates its part; fsdp, hsdp: each has a part; none
     tp: int = 1  # ranks that share each layer (tensor parallelism)
+    backend: str | None = None  # nccl, or gloo: ranks may share a GPU; None: as the device
     rank_timeout: int = 600  # seconds to wait for another rank before the job ends
     # when
     eval_every: int | None = None  # None: 20 times in the run; 0: never
@@ -230,6 +232,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "compile": COMPILE,
     "rows": ROWS,
     "parallel": PARALLEL,
+    "backend": BACKENDS,
     "checkpointing": (*CHECKPOINTING, "selective"),  # which the account does not model yet
 }
 
