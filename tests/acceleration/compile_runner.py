@@ -65,15 +65,15 @@ def read_steps(family: str, exact: bool) -> None:
     sizes = {"d_model": 256, "d_ff": 512, "d_head": 128, "num_layers": 1, "context_length": 4096}
     model = build(FAMILIES[family].replace(**sizes), dtype=torch.bfloat16)
     cache = PagedCache(model.config, 1, 64, dtype=torch.bfloat16)
-    runner = gpu_runner.GPURunner(model, cache, max_rows=8, exact=exact)
+    runner = gpu_runner.GPURunner(model, cache, max_rows=48, exact=exact)
     forward = runner._forward
     forward._launch = lambda kernel, grid, *args, warps=4, **more: Recorder(kernel)[grid](
         *args, num_warps=warps
     )
-    tables, last = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    tables, last = torch.zeros(40, 64, dtype=torch.int32), torch.zeros(40, dtype=torch.int64)
     runner.run(Step([1] * 9, [3, 3, 3], [0] * 3, [0, 1, 2], [True] * 3), tables, last)
-    rows = list(range(6))
-    runner.run(Step([LAST] * 6, [1] * 6, [2000] * 6, rows, [True] * 6), tables, last)
+    rows = list(range(40))  # more than `gpu_decode_batch.py` takes
+    runner.run(Step([LAST] * 40, [1] * 40, [2000] * 40, rows, [True] * 40), tables, last)
 
 
 def main(family: str) -> None:

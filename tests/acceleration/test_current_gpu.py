@@ -22,8 +22,8 @@ def on_gpu(index, dtype=torch.float32):
 
 @pytest.fixture(params=[0, 1])
 def current(request, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: request.param)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda *_: request.param)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(hopper, "_KNOWN", True)
     return request.param
 

@@ -59,8 +59,21 @@ def test_norm_project_matches_norm_and_three_linears(dtype, kind, rows, tiles, b
     blocks = sum(-(-n // block) for n in sizes)
     given_bias = norm_bias if kind == decode.LAYER_NORM else None
     decode.norm_project[(-(-blocks // tiles),)](
-        *(x, norm_weight if kind else None, given_bias, *weights, *biases, *outputs, lengths),
-        *(*sizes, K, 1e-5, kind, biased, rows, block, power_of_two(K), tiles, False),
+        *(x, norm_weight if kind else None, given_bias, *weights, *biases, None, None, None),
+        *(
+            *outputs,
+            lengths,
+            *sizes,
+            K,
+            1e-5,
+            kind,
+            biased,
+            rows,
+            block,
+            power_of_two(K),
+            tiles,
+            False,
+        ),
     )
     h = normed(kind, x, norm_weight, norm_bias)
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
@@ -77,7 +90,7 @@ def test_norm_up_matches_the_first_half_of_a_feed_forward_layer(activation, gate
     b1, b3 = (draw(11), draw(11) if gated else None) if biased else (None, None)
     y = torch.full((2, 11), math.nan, device=DEVICE)
     decode.norm_up[(-(-11 // (4 * tiles)),)](
-        *(x, norm_weight, None, w1, w3, b1, b3, y, 11, K, 1e-5, decode.RMS_NORM),
+        *(x, norm_weight, None, w1, w3, b1, b3, None, None, y, 11, K, 1e-5, decode.RMS_NORM),
         *(decode.ACTIVATIONS[activation], 2, 4, power_of_two(K), tiles, False),
     )
     h = normed(decode.RMS_NORM, x, norm_weight, None)
@@ -97,7 +110,7 @@ def test_project_add_adds_a_linear_to_the_residual_stream(dtype, rows, tiles, bi
     y = torch.full((rows, 10), math.nan, device=DEVICE)
     chunks, chunk = Tile(4, 4, quarters=4 if width == K else 3).k_chunks(width)
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, v, None, w, bias, y, 10, width, 1, 1, rows, 4, chunk, chunks, tiles, False)
+        *(x, v, None, w, bias, None, y, 10, width, 1, 1, rows, 4, chunk, chunks, tiles, False)
     )
     product = reference.linear(v.double(), w.double(), None if bias is None else bias.double())
     assert relative_error(y, x.double() + product) < TOLERANCE[torch.float32]
@@ -212,7 +225,7 @@ def test_deferred_combine_in_project_add_matches_the_reference(dtype, splits, bl
     )
     keys, values = (from_pages(pages, tables, capacity) for pages in (key_pages, value_pages))
     decode.project_add[(-(-10 // (4 * tiles)),)](
-        *(x, split_out, lse, w, None, y, 10, heads * d, d, splits),
+        *(x, split_out, lse, w, None, None, y, 10, heads * d, d, splits),
         *(rows, 4, power_of_two(heads * d), 1, tiles, False),
     )
     for row, length in enumerate(lengths):
@@ -319,3 +332,9 @@ def test_kernels_compile_and_load_weights_before_the_pdl_wait(family):
     for name, prefetched, _ in found:
         if name in ("norm_project", "norm_up", "project_add"):
             assert int(prefetched) >= 2, found
+        if name.endswith(("_batch", "_blocks")):
+            assert int(prefetched) >= 1, found
+    assert {name for name, _, _ in found} >= {
+        *("norm_project_batch", "norm_up_batch", "project_add_batch"),
+        *("norm_project_blocks", "norm_up_blocks", "project_add_blocks"),
+    }

@@ -7,7 +7,7 @@
 Everything lives in buffers that stay where they are, so that the launches can be recorded once as
 a CUDA graph and replayed. Weights are read where the model keeps them; nothing is copied. The
 formulas are `ops/reference.py`'s, the kernels `kernels/triton/decode.py`'s: matrix times vector,
-for up to `MAX_ROWS` rows; more go through `flat_forward.py`. The residual stream is kept in
+for up to `MAX_ROWS` rows; more go through `gpu_decode_batch.py`. The residual stream is kept in
 float32, so a low-precision model loses a little less here than in its own forward.
 """
 
@@ -52,6 +52,8 @@ GREEDY_PARTS = 32  # programs per row that look for the largest logit
 class GPUStep:
     """The buffers and the launches of one step for `rows` rows of up to `max_kv_len` keys."""
 
+    max_rows = MAX_ROWS
+
     def __init__(
         self,
         model: TransformerLM,
@@ -67,8 +69,8 @@ class GPUStep:
         reason = why_not_model(model)
         if reason is not None:
             raise ValueError(f"the GPU decoder does not take {reason}")
-        if not 1 <= rows <= MAX_ROWS:
-            raise ValueError(f"the GPU decoder takes 1 to {MAX_ROWS} rows; got {rows}")
+        if not 1 <= rows <= self.max_rows:
+            raise ValueError(f"the GPU decoder takes 1 to {self.max_rows} rows; got {rows}")
         self.model, self.cache, self.greedy = model, cache, greedy
         self.rows, self.max_kv_len, self.page_size = rows, max_kv_len, cache.page_size
         self.tiles = dict(tiles or {})
@@ -262,6 +264,7 @@ class GPUStep:
             *(x, gain, shift),
             *(*weights, *[None] * absent),
             *(*biases, *[None] * absent),
+            *(None, None, None),
             *(*outputs, *[None] * absent),
             self.lengths if advance else None,
             *(sizes + [0] * absent),
@@ -292,7 +295,7 @@ class GPUStep:
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, self.sums if shares > 1 else None, linear.weight, linear.bias, y),
+            *(x, v, self.sums if shares > 1 else None, linear.weight, linear.bias, None, y),
             *(rows, width, self.model.config.d_head, shares),
             *(self.rows, tile.rows, part, parts, tile.tiles, self.pdl),
             warps=tile.warps,
@@ -306,7 +309,7 @@ class GPUStep:
         self._launch(
             self.kernels.norm_up,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, self.u),
+            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, None, None, self.u),
             *(rows, width, eps, kind, self._activation(ffn), self.rows),
             *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,

@@ -6,10 +6,11 @@
 
 A step in which every row decodes one token is recorded at its first use for a bucket of rows and of
 keys, and kept: rows come and go by what the host writes into the graph's one input, slots,
-positions and page tables. Few rows go through the matrix-vector kernels (`gpu_decode.py`); more,
-and any of quantised models, layer by layer (`flat_forward.py`). A step with parts of prompts is
-launched kernel by kernel at its first use for a bucket of tokens and of keys, and recorded at its
-second. Choosing the tokens is part of the recording. The host never waits for the device here.
+positions and page tables. Few rows go through a few kernels per layer (`gpu_decode.py`,
+`gpu_decode_batch.py`, `gpu_decode_quantized.py`); more, layer by layer (`flat_forward.py`). A step
+with parts of prompts is launched kernel by kernel at its first use for a bucket of tokens and of
+keys, and recorded at its second. Choosing the tokens is part of the recording. The host never waits
+for the device here.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch import Tensor
 from scratchlm.accelerate.decoding import Unchanged, is_quantized
 from scratchlm.accelerate.flat_forward import FlatForward, FlatTokens, block_keys
 from scratchlm.accelerate.gpu_decode import GPUStep
+from scratchlm.accelerate.gpu_decode_batch import GPUBatchStep
+from scratchlm.accelerate.gpu_decode_quantized import GPUQuantizedStep, why_not_quantized
 from scratchlm.accelerate.kernels import launches_for
-from scratchlm.accelerate.kernels.triton.decode_tiles import MAX_ROWS
 from scratchlm.accelerate.recorded_step import Field, RecordedStep, StepInput
 from scratchlm.model import TransformerLM
 from scratchlm.paged import LAST, Choice, PagedCache, Step
@@ -149,7 +151,7 @@ class GPURunner:
         return found
 
     def _record(self, rows: int, max_kv_len: int, chooses: bool, last: Tensor) -> RecordedStep:
-        if rows <= MAX_ROWS and not (self.exact or self.is_quantized):
+        if rows <= self._most_fused_rows():
             try:
                 return self._capture(self._few_rows(rows, max_kv_len, chooses, last, self.pdl))
             except RuntimeError as error:
@@ -162,6 +164,14 @@ class GPURunner:
                 self.pdl = False
                 return self._capture(self._few_rows(rows, max_kv_len, chooses, last, pdl=False))
         return self._capture(self._many_rows(rows, max_kv_len, chooses, last))
+
+    def _most_fused_rows(self) -> int:
+        """Up to how many rows a step goes through the kernels of `gpu_decode*.py`."""
+        if self.is_quantized:
+            return 1 if not self.exact and why_not_quantized(self.model) is None else 0
+        if self.exact:
+            return 0
+        return GPUBatchStep.max_rows if self._forward.dtype.itemsize == 2 else GPUStep.max_rows
 
     def _pages(self, max_kv_len: int) -> int:
         return -(-max_kv_len // self.cache.page_size)
@@ -178,8 +188,13 @@ class GPURunner:
     def _few_rows(
         self, rows: int, max_kv_len: int, chooses: bool, last: Tensor, pdl: bool
     ) -> RecordedStep:
-        """Return a step by the matrix-vector kernels."""
-        step = GPUStep(self.model, self.cache, rows=rows, max_kv_len=max_kv_len, pdl=pdl)
+        """Return a step by a few kernels per layer."""
+        step: GPUStep
+        if self.is_quantized:
+            step = GPUQuantizedStep(self.model, self.cache, max_kv_len=max_kv_len, pdl=pdl)
+        else:
+            kind = GPUBatchStep if rows > GPUStep.max_rows else GPUStep
+            step = kind(self.model, self.cache, rows=rows, max_kv_len=max_kv_len, pdl=pdl)
         given = self._decode_input(rows, max_kv_len, chooses)
         step.lengths, step.tables = given["positions"], given["tables"]
 

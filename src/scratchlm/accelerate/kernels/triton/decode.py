@@ -187,6 +187,9 @@ def norm_project(
     b0,
     b1,
     b2,
+    s0,
+    s1,
+    s2,
     y0,
     y1,
     y2,
@@ -226,6 +229,11 @@ def norm_project(
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are reloaded
                 v, scale = normalize(load_vector(x + row * K, K, BLOCK_K), w, b, K, EPS, NORM)
             out = _matvec(weights, v) * scale
+            if s0 is not None:
+                _, _, scales = _select_matrix(
+                    block, s0, s1, s2, N0, N1, N2, blocks0, blocks1, BLOCK_N
+                )
+                out *= tl.load(scales + n, mask=n < N, other=0.0)
             if BIAS:
                 _, _, bias = _select_matrix(
                     block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N
@@ -273,6 +281,8 @@ def norm_up(
     w3,
     b1,
     b3,
+    s1,
+    s3,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -303,11 +313,15 @@ def norm_up(
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are reloaded
                 v, scale = normalize(load_vector(x + row * K, K, BLOCK_K), w, b, K, EPS, NORM)
             out = _matvec(weights1, v) * scale
+            if s1 is not None:
+                out *= tl.load(s1 + n, mask=n < N, other=0.0)
             if b1 is not None:
                 out += tl.load(b1 + n, mask=n < N, other=0.0).to(tl.float32)
             out = activation(out, ACTIVATION)
             if w3 is not None:
                 product3 = _matvec(weights3, v) * scale
+                if s3 is not None:
+                    product3 *= tl.load(s3 + n, mask=n < N, other=0.0)
                 if b3 is not None:
                     product3 += tl.load(b3 + n, mask=n < N, other=0.0).to(tl.float32)
                 out *= product3
@@ -356,6 +370,7 @@ def project_add(
     lse,
     w,
     bias,
+    scales,
     y,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -388,7 +403,10 @@ def project_add(
                     v = _load_vector_chunks(vector + row * K, K, BLOCK_K, CHUNKS)
                 else:
                     v = (_combine_splits(vector, lse, row, K, D, SPLITS, ROWS, BLOCK_K),)
-            out = residual + _matvec_chunks(weights, v, CHUNKS)
+            out = _matvec_chunks(weights, v, CHUNKS)
+            if scales is not None:
+                out *= tl.load(scales + n, mask=n < N, other=0.0)
+            out += residual
             if bias is not None:
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
