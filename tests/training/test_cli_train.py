@@ -292,9 +292,7 @@ def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text,
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_setting_valid_with_later_defaults_is_not_refused_early(
-    cli, tmp_path, text, monkeypatch
-):
+def test_a_setting_valid_with_later_defaults_is_not_refused_early(cli, tmp_path, text, monkeypatch):
     def few_steps(*arguments):
         return replace(choose_settings(*arguments), steps=2, warmup_steps=2)
 
