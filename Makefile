@@ -6,7 +6,8 @@ STAMP  := $(VENV)/.installed
 
 # pytest-xdist uses both cores; one torch thread per worker keeps them from fighting.
 PYTEST_WORKERS ?= 2
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Compiled modules are kept, whatever the shell says: tests start many processes.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .PHONY: install demo check lint types test test-quick test-slow bench bench-cpu bench-gpu docs clean
 install: $(STAMP)

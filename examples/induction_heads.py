@@ -1,11 +1,12 @@
 """Train attention-only models on repeated sequences, find their induction heads, take them away.
 
-python examples/induction_heads.py
+python examples/induction_heads.py  # a number of steps may follow
 """
 
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -68,12 +69,12 @@ def loss_without(model: TransformerLM, layer: int | None = None, head: int = 0) 
         return model.loss(inputs, targets).item()
 
 
-def main() -> None:
+def main(steps: int = 600) -> None:
     """Train, look, and print."""
     print(f"chance {math.log(VOCAB):.2f}")
     for num_layers, num_heads in ((2, 1), (1, 1), (2, 4)):
         model = attention_only(num_layers, num_heads)
-        train(model)
+        train(model, steps)
         scores = head_scores(model, block=24)
         print(f"\n{num_layers} layers, {num_heads} heads each: loss {loss_without(model):.2f}")
         for layer, head, score in scores.top("induction", 4):
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:2]))

@@ -1,7 +1,7 @@
 """The command line as a whole: quick to answer, one line for a mistake, a traceback for a bug."""
 
 import json
-import os
+import re
 import subprocess
 import sys
 
@@ -9,14 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scratchlm.cli import main
 from scratchlm.cli.errors import is_for_the_user, one_line
 from scratchlm.config import PRESETS
 from scratchlm.errors import ScratchLMError
 
 
-def scratchlm(*arguments, **options):
+def scratchlm_process(*arguments):
     command = [sys.executable, "-c", "from scratchlm.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def scratchlm(monkeypatch, capsys):
+    """Run a command in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scratchlm", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.out, said.err)
+
+    return run
 
 
 def test_help_waits_for_nothing_heavy():
@@ -49,8 +64,11 @@ def test_help_waits_for_nothing_heavy():
     ],
     ids=" ".join,
 )
-def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(arguments, tmp_path):
-    result = scratchlm(*arguments, cwd=tmp_path)
+def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(
+    arguments, tmp_path, scratchlm, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = scratchlm(*arguments)
     assert result.returncode == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -58,7 +76,7 @@ def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(arguments, tmp_pat
     assert result.stderr.count("\n") == 1
 
 
-def test_config_prints_what_config_reads(tmp_path):
+def test_config_prints_what_config_reads(tmp_path, scratchlm):
     text = scratchlm("config", "llama3.2-1b").stdout
     path = tmp_path / "model.toml"
     path.write_text(text)
@@ -68,9 +86,12 @@ def test_config_prints_what_config_reads(tmp_path):
     assert scratchlm("config", str(path)).stdout == text
 
 
-def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run():
-    text = scratchlm("explain", "gpt2", "--device", "cpu", "--context", "128").stdout
-    rows = json.loads(scratchlm("explain", "gpt2", "--device", "cpu", "--json").stdout)
+def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run(scratchlm, tmp_path):
+    model = tmp_path / "model.toml"
+    text = re.sub(r"(?m)^vocab_size = .*", "vocab_size = 64", scratchlm("config", "gpt2").stdout)
+    model.write_text(text)
+    text = scratchlm("explain", str(model), "--device", "cpu", "--context", "128").stdout
+    rows = json.loads(scratchlm("explain", str(model), "--device", "cpu", "--json").stdout)
     reasons = {row["fusion"]: row["reason"] for row in rows}
     assert {"qkv_rope_attention", "qkv_joined", "cpu_runner", "gpu_runner"} <= reasons.keys()
     assert reasons["chunked_lm_head_loss"] is None
@@ -82,7 +103,7 @@ def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run():
     assert "layers.0" not in text  # the first layer stands for all
 
 
-def test_presets_names_them_all():
+def test_presets_names_them_all(scratchlm):
     from scratchlm.config import PRESETS
 
     out = scratchlm("presets").stdout
@@ -90,7 +111,7 @@ def test_presets_names_them_all():
 
 
 def test_traceback_is_shown_to_who_asks():
-    result = scratchlm("--traceback", "config", "gpt3")
+    result = scratchlm_process("--traceback", "config", "gpt3")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
 
@@ -222,8 +243,9 @@ def test_a_bug_shows_its_traceback_and_exits_with_1():
     assert "invalid literal" in result.stderr
 
 
-def test_presets_fit_80_columns_and_no_name_is_cut():
-    text = scratchlm("presets", env={**os.environ, "COLUMNS": "80"}).stdout
+def test_presets_fit_80_columns_and_no_name_is_cut(scratchlm, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = scratchlm("presets").stdout
     assert max(map(len, text.splitlines())) <= 80
     rows = {line.split()[0]: line.split()[1] for line in text.splitlines()[1:]}
     assert list(rows) == list(PRESETS)
@@ -233,7 +255,7 @@ def test_presets_fit_80_columns_and_no_name_is_cut():
     assert table["gpt2"]["parameters"] == 124_439_808
 
 
-def test_an_old_name_of_a_preset_still_works_with_a_line():
-    done = scratchlm("config", "openai-gpt2")
+def test_an_old_name_of_a_preset_still_works_with_a_line(scratchlm):
+    done = scratchlm_process("config", "openai-gpt2")
     assert done.stderr == "warning: the preset openai-gpt2 is now called gpt2\n"
     assert done.stdout == scratchlm("config", "gpt2").stdout

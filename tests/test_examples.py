@@ -12,7 +12,10 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SHORT = {"finetune_a_skill.py": ["4"]}  # arguments with which an example takes seconds
+SHORT = {
+    "finetune_a_skill.py": ["4"],
+    "induction_heads.py": ["4"],
+}  # arguments with which an example takes seconds
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+from forked import run_forked
 from mutations import MUTATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -14,25 +14,19 @@ ROOT = Path(__file__).parent.parent
 
 def run_mutated(mutation, targets, log):
     """Run tests in a forked child, with the mistake in place there and nowhere else."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            sys.stdout = sys.stderr = log.open("w")
-            torch.set_num_threads(1)  # those of the parent's are not here, and would be waited for
-            # The tests must be imported anew, after the mistake: they hold on to functions.
-            for name in list(sys.modules):
-                if name.split(".")[0] in ("tests", "ops", "tiny_models", "mutations", "conftest"):
-                    del sys.modules[name]
-            for name in ("PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
-                os.environ.pop(name, None)
-            command = ["-p", "mutations", "-p", "no:cacheprovider", "-p", "no:xdist", "-x"]
-            command += ["--tb=line", "--rootdir", str(ROOT), "--mutation", mutation]
-            status = int(pytest.main(command + [str(ROOT / target) for target in targets]))
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def work():
+        # The tests must be imported anew, after the mistake: they hold on to functions.
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("tests", "ops", "tiny_models", "mutations", "conftest"):
+                del sys.modules[name]
+        for name in ("PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
+            os.environ.pop(name, None)
+        command = ["-p", "mutations", "-p", "no:cacheprovider", "-p", "no:xdist", "-x"]
+        command += ["--tb=line", "--rootdir", str(ROOT), "--mutation", mutation]
+        return int(pytest.main(command + [str(ROOT / target) for target in targets]))
+
+    return run_forked(work, log)
 
 
 def test_there_are_at_least_twelve():

@@ -53,13 +53,12 @@ reveal_type(model.ops.softmax(torch.zeros(1)))
 
 
 def test_a_type_checker_knows_what_a_model_returns(tmp_path):
-    (tmp_path / "mine.py").write_text(TYPED)
-    root = Path(scratchlm.__file__).parent.parent
-    options = ("--python-version=3.11", "--follow-imports=silent", "mine.py")
+    mine, root = tmp_path / "mine.py", Path(scratchlm.__file__).parent.parent.parent
+    mine.write_text(TYPED)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", f"--cache-dir={root.parent / '.mypy_cache'}", *options],
-        cwd=tmp_path,
-        env={"MYPYPATH": str(root), "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-m", "mypy", str(mine)],  # with the settings, and so the cache, of all
+        cwd=root,
+        env={"MYPYPATH": "src", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )

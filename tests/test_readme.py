@@ -2,17 +2,20 @@
 
 import importlib
 import importlib.util
+import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 import typer.main
 
 import scratchlm
+from forked import run_forked
 from scratchlm.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -100,14 +103,23 @@ def test_commands_that_are_named_exist():
             assert command in known, f"{page.name}: scratchlm {command}"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
 def test_the_python_of_a_page_runs(page, tmp_path):
-    """All blocks of a page are one program."""
+    """All blocks of a page are one program, run in a process of its own."""
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks), encoding="utf-8")
-    result = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+
+    def work():
+        os.chdir(tmp_path)
+        sys.argv = [str(program)]
+        warnings.resetwarnings()
+        runpy.run_path(str(program), run_name="__main__")
+        return 0
+
+    log = tmp_path / "log"
+    assert run_forked(work, log) == 0, log.read_text(encoding="utf-8")
 
 
 def test_the_version_is_the_same_everywhere():

@@ -2,11 +2,13 @@
 
 A program of its own, because the tests run under Triton's interpreter. Prints a line per kernel:
 its name, the bytes of spills per thread, the bytes of shared memory, and the number of its
-characteristic instructions: of tensor cores, or stores into another CTA's shared memory.
+characteristic instructions: of tensor cores, or stores into another CTA's shared memory. Every
+constant has each of its values; with the argument `all`, in every combination.
 """
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,6 +41,7 @@ KERNELS = [
     (qkv_rope._qkv_rope_kernel, QKV_ROPE, {"INTERLEAVED": True}),
     (qkv_rope._qkv_rope_kernel, QKV_ROPE, {"INTERLEAVED": False}),
 ]
+ALL = sys.argv[1:] == ["all"]
 # One program for any number of query heads per key/value head: the group's size is an argument.
 STATS = f"tensordesc<fp32[1, 64],{attention_backward.STATS_LAYOUT!r}>"
 ATTENTION = [SMALL, TALL, SMALL, SMALL, SMALL, STATS, "*fp32", "*fp32", "*i32"]
@@ -54,6 +57,7 @@ KERNELS += [
     )
     for interleaved in (True, False)
     for split in (False, True)
+    if ALL or interleaved != split
 ]
 SIZES = (*pingpong_gemm.SIZES, *attention_backward.SIZES)
 

@@ -1,5 +1,6 @@
 """Known mistakes are named, two at once are never called one, right files are left alone."""
 
+import ast
 from itertools import combinations
 
 import pytest
@@ -33,12 +34,37 @@ LABELLED = [
 ]
 
 
+def names_in(source):
+    """Return what a source defines at its top level."""
+    tops = ast.parse(source).body
+    targets = [target for top in tops for target in getattr(top, "targets", [])]
+    names = {getattr(one, "name", getattr(one, "id", None)) for one in (*tops, *targets)}
+    return names - {None}
+
+
 @pytest.fixture
-def verdict(tmp_path):
-    def check(task, source):
-        path = tmp_path / "my_ops.py"
-        path.write_text(HEAD + source, encoding="utf-8")
-        return check_file(path, [find_task(task)])[0]
+def verdicts(tmp_path):
+    """Check pairs of a task and a source; those that share no name share a file and a process.
+
+    A function that is wrong is borrowed by those after it, so that each is judged by itself.
+    """
+
+    def check(pairs):
+        files, found = [], {}
+        for at, (task, source) in enumerate(pairs):
+            names = names_in(source)
+            file = next((file for file in files if not file["names"] & names), None)
+            if file is None:
+                files.append(file := {"names": set(), "at": {}, "sources": []})
+            file["names"] |= names
+            file["at"][find_task(task).name] = at
+            file["sources"].append(source)
+        for i, file in enumerate(files):
+            path = tmp_path / f"my_ops_{i}.py"
+            path.write_text(HEAD + "\n".join(file["sources"]), encoding="utf-8")
+            for one in check_file(path, [task for task in TASKS if task.name in file["at"]]):
+                found[file["at"][one.task.name]] = one
+        return [found[at] for at in range(len(pairs))]
 
     return check
 
@@ -54,10 +80,10 @@ def test_the_labelled_set_holds_the_mutations_and_many_more():
     assert len(names) >= len(FROM_MUTATIONS) + 25
 
 
-def test_known_mistakes_are_named(verdict):
+def test_known_mistakes_are_named(verdicts):
     wrong = []
-    for task, name, source in LABELLED:
-        found = verdict(task, source)
+    judged = verdicts([(task, source) for task, _, source in LABELLED])
+    for (task, name, _), found in zip(LABELLED, judged, strict=True):
         assert found.state == "wrong", (task, name)
         if found.mistake is None or found.mistake.name != name:
             wrong.append((task, name, found.mistake and found.mistake.name))
@@ -65,48 +91,46 @@ def test_known_mistakes_are_named(verdict):
     assert not {(task, name) for task, name, _ in wrong} & set(FROM_MUTATIONS.values())
 
 
-def called_one(learner, pairs, verdict):
+def called_one(learners, verdicts, step=1):
     """Return the pairs of mistakes that are given one name or none at all, and how many there are.
 
     Where one edit undoes the other (`hidden`) there is one mistake in the file, not two.
     """
-    found, count = [], 0
-    for (i, first), (j, second) in pairs:
-        source = learner.wrong(first, second) or learner.wrong(second, first)
-        if source is None or (i, j) in learner.hidden:
-            continue
-        count += 1
-        seen = verdict(learner.task, source)
-        if seen.state != "wrong" or (seen.mistake and not seen.mistake.double):
-            found.append((learner.task, first[0], second[0], seen.mistake and seen.mistake.name))
-    return found, count
+    pairs = [
+        ((learner.task, first[0], second[0]), source)
+        for learner in learners
+        for (i, first), (j, second) in list(combinations(enumerate(learner.edits), 2))[::step]
+        if (i, j) not in learner.hidden
+        and (source := learner.wrong(first, second) or learner.wrong(second, first)) is not None
+    ]
+    judged = verdicts([(names[0], source) for names, source in pairs])
+    found = [
+        (*names, seen.mistake and seen.mistake.name)
+        for (names, _), seen in zip(pairs, judged, strict=True)
+        if seen.state != "wrong" or (seen.mistake and not seen.mistake.double)
+    ]
+    return found, len(pairs)
 
 
-def test_two_mistakes_are_never_called_one(verdict):
+def test_two_mistakes_are_never_called_one(verdicts):
     """A seventh of all pairs; `test_no_pair_at_all_is_called_one` takes every one."""
-    wrong, count = [], 0
-    for learner in LEARNERS:
-        found, looked = called_one(
-            learner, list(combinations(enumerate(learner.edits), 2))[::7], verdict
-        )
-        wrong, count = wrong + found, count + looked
+    wrong, count = called_one(LEARNERS, verdicts, step=7)
     assert wrong == []
     assert count >= 70
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.task)
-def test_no_pair_at_all_is_called_one(learner, verdict):
-    pairs = list(combinations(enumerate(learner.edits), 2))
-    assert called_one(learner, pairs, verdict)[0] == []
+def test_no_pair_at_all_is_called_one(learner, verdicts):
+    assert called_one([learner], verdicts)[0] == []
 
 
-def test_right_files_raise_no_alarm(verdict):
-    plain = [(learner.task, learner.source) for learner in LEARNERS]
+def test_right_files_raise_no_alarm(verdicts):
+    right = [*((learner.task, learner.source) for learner in LEARNERS), *RIGHT]
     alarms = [
         (task, source, found.first)
-        for task, source in [*plain, *RIGHT]
-        if (found := verdict(task, source)).state != "right"
+        for (task, source), found in zip(right, verdicts(right), strict=True)
+        if found.state != "right"
     ]
     assert alarms == []
 
@@ -154,8 +178,9 @@ def run_scaled_dot_product_attention(Q, K, V, mask=None):
     assert attention.state == "right"
 
 
-def test_an_unknown_mistake_shows_the_smallest_example_and_the_first_wrong_cell(verdict):
-    found = verdict("silu", "def run_silu(x):\n    return x * torch.sigmoid(x) + (x > 2)")
+def test_an_unknown_mistake_shows_the_smallest_example_and_the_first_wrong_cell(verdicts):
+    source = "def run_silu(x):\n    return x * torch.sigmoid(x) + (x > 2)"
+    (found,) = verdicts([("silu", source)])
     assert found.mistake is None
     assert found.case.name == "five numbers"
     assert found.first.text == "[4] got 3.85772, expected 2.85772 (1 of 5 wrong)"

@@ -6,16 +6,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from scratchlm import acceleration
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
-from scratchlm.cli import main
+from scratchlm.cli import main, training_setup
 from scratchlm.cli.train import choose_device
 from scratchlm.ops import native
 from scratchlm.training import read_metrics
+from scratchlm.training.choosing import choose_settings
 from training.tiny import log_of, write_data
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "hill", ".", "the"]
@@ -290,7 +292,11 @@ def test_a_wrong_setting_is_refused_before_any_text_is_read(cli, tmp_path, text,
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_setting_valid_with_later_defaults_is_not_refused_early(cli, tmp_path, text):
+def test_a_setting_valid_with_later_defaults_is_not_refused_early(cli, tmp_path, text, monkeypatch):
+    def few_steps(*arguments):
+        return replace(choose_settings(*arguments), steps=2, warmup_steps=2)
+
+    monkeypatch.setattr(training_setup, "choose_settings", few_steps)
     given = ("train.warmup_steps=1", "train.micro_batch_size=1", "train.min_lr=1e-5")
     run = tmp_path / "run"
     code, _, err = cli("train", text, "--out", run, "--vocab-size", 280, *SMALL, *given)
