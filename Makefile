@@ -56,6 +56,7 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/loading.py
 	$(BIN)/python bench/serve.py
+	$(BIN)/python bench/page.py
 	$(BIN)/python bench/quantized.py quality --text $(SHAKESPEARE)
 	$(BIN)/python bench/quantized.py speed
 	$(BIN)/python bench/speculation.py

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,43 +35,73 @@ class Seen:
     ended: float
 
 
-async def ask(url: str, body: dict[str, Any], path: str) -> Seen:
-    """Stream one answer."""
-    parts = urlsplit(url)
-    data = json.dumps(body).encode()
-    began = time.monotonic()
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
-    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + data)
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise SystemExit(f"error: {status!r} {(await reader.read(2000))!r}")
-    times, tokens = [], 0
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
+class Answer(asyncio.Protocol):
+    """Notes when bytes came, and reads them when all is over: a client's work must not be seen."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request, self.came = request, list[tuple[float, bytes]]()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        transport.write(self.request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        """Note the time."""
+        self.came.append((time.monotonic(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The server closes the connection at the end."""
+        self.over.set_result(None)
+
+
+def seen(came: Sequence[tuple[float, bytes]], began: float) -> Seen:
+    """Read the events in what came; each came when the last of its bytes did."""
+    whole = b"".join(data for _, data in came)
+    times, tokens, arrivals = [], 0, iter(came)
+    now, length, start = 0.0, 0, 0
+    while (start := whole.find(b"data: {", start)) >= 0:
+        end = whole.index(b"\n", start)
+        while length <= end:
+            now, data = next(arrivals)
+            length += len(data)
+        event = json.loads(whole[start + 6 : end])
         if event.get("usage"):
             tokens = event["usage"]["completion_tokens"]
         choices = event.get("choices") or [{}]
         if choices[0].get("text") or choices[0].get("token_ids"):
-            times.append(time.monotonic())
-    writer.close()
-    ended = time.monotonic()
-    tokens = tokens or len(times)
+            times.append(now)
+        start = end
+    if not times:
+        raise SystemExit(f"error: {whole[:2000]!r}")
+    tokens, ended = tokens or len(times), came[-1][0]
     between = (times[-1] - times[0]) / max(tokens - 1, 1)
     return Seen(times[0] - began, between, ended - began, tokens, began, ended)
+
+
+async def ask(url: str, body: dict[str, Any], path: str) -> tuple[Answer, float]:
+    """Stream one answer; return it with when it was asked for."""
+    parts = urlsplit(url)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    began = time.monotonic()
+    loop = asyncio.get_running_loop()
+    _, answer = await loop.create_connection(
+        lambda: Answer(head.encode() + data), parts.hostname or "", parts.port or 80
+    )
+    await answer.over
+    return answer, began
 
 
 async def all_users(url: str, users: Sequence[Sequence[dict[str, Any]]], path: str) -> list[Seen]:
     """Let every user ask one thing after the other, all users at once."""
 
-    async def user(bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+    async def user(bodies: Sequence[dict[str, Any]]) -> list[tuple[Answer, float]]:
         return [await ask(url, body, path) for body in bodies]
 
     found = await asyncio.gather(*(user(bodies) for bodies in users))
-    return [seen for of_user in found for seen in of_user]
+    return [seen(answer.came, began) for of_user in found for answer, began in of_user]
 
 
 def load(
@@ -78,9 +109,11 @@ def load(
     users: Sequence[Sequence[dict[str, Any]]],
     path: str = "/v1/completions",
     processes: int = 1,
+    generator: str = "load",
 ) -> list[Seen]:
-    """Run users in processes of their own; return what they saw."""
-    command = [sys.executable, __file__, url, path]
+    """Run users in processes of their own, by this file or `load_locust`; return what they saw."""
+    script = Path(__file__).with_name(f"{generator}.py")
+    command = [sys.executable, str(script), url, path]
     started = []
     for number in range(processes):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

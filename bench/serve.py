@@ -10,6 +10,7 @@ Both servers load the same directory. http and workload: the same requests given
 directly, and over loopback by streaming clients in processes of their own: tokens of answers per
 second. workload is that of bench/engine.py.
 
+users can be asked by another generator of load: --generator load_locust (`pip install locust`).
 The peer needs fastapi: `pip install 'transformers[serving]'`, or --peer-path, a folder it is in.
 """
 
@@ -157,7 +158,8 @@ def users_table(options: argparse.Namespace) -> str:
                 load(url, bodies(1, 1, model, 4))  # makes what is kept
             for users in options.users:
                 for who, url, model in servers:
-                    found = load(url, bodies(users, options.rounds, model, NEW))
+                    asked = bodies(users, options.rounds, model, NEW)
+                    found = load(url, asked, generator=options.generator)
                     lines.append([users, who, *figures_of(found)])
                     print(*lines[-1], sep=" | ", flush=True)
     header = ["users", "server", "to the first token, ms", "between tokens, ms", "in all, ms"]
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs=2)
     parser.add_argument("--processes", type=int, default=4 if device == "cuda" else 1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--generator", choices=("load", "load_locust"), default="load")
     parser.add_argument("--batching", action="store_true", help="the peer's continuous batching")
     parser.add_argument("--peer-path", help="a folder with fastapi, for the peer")
     parser.add_argument("--no-write", action="store_true", help="print only")
@@ -301,9 +304,11 @@ def main() -> None:
         body += (
             f"\n\nThreads: {options.threads}. Load average at the end: {os.getloadavg()[0]:.1f}."
         )
+        by = "" if options.generator == "load" or part != "users" else ", asked by locust"
+        how = f" --generator {options.generator}" if by else ""
         write_section(
-            f"The server: {TITLES[part]}",
-            f"python bench/serve.py --only {part}",
+            f"The server: {TITLES[part]}{by}",
+            f"python bench/serve.py --only {part}{how}",
             where,
             versions("torch", "starlette", "uvicorn", "transformers"),
             body,

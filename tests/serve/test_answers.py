@@ -1,6 +1,9 @@
 """What is answered is what the engine generates, whole or streamed, and every field counts."""
 
+import itertools
+import json
 import math
+import threading
 from dataclasses import replace
 from unittest import mock
 
@@ -12,11 +15,17 @@ import torch
 from inference.tiny import END, byte_tokenizer, scripted_model, tiny_model
 from scratchlm.inference import Engine, Loaded, Message, Sampling, chat_format, generate
 from scratchlm.inference.rows import Row
+from scratchlm.serve.openai_format import AnswerStream
+from scratchlm.serve.server import Connection
 from scratchlm.tokenizer import Tokenizer
 from scratchlm.tokenizer.chat_template import ChatTemplate
 from serve.tiny_server import (
     NAME,
     ask,
+    connect,
+    events_in,
+    raw_request,
+    read_all,
     tiny_engine,
     tiny_loaded,
     tiny_server,
@@ -307,6 +316,67 @@ def test_a_stream_of_n_choices_is_the_answer_of_n_choices(server):
             streamed = [x for c in of_it if c["logprobs"] for x in c["logprobs"][name]]
             assert streamed == wanted["logprobs"][name]
         assert [c["finish_reason"] for c in of_it if c["finish_reason"]] == ["length"]
+
+
+STREAMED = {"prompt": PROMPT, "seed": 7, "ignore_eos": True, "return_token_ids": True, "n": 3}
+
+
+def streamed_ids(events):
+    found = {}
+    for event in events:
+        for choice in event["choices"]:
+            found.setdefault(choice["index"], []).extend(choice.get("token_ids", ()))
+    return [found[index] for index in sorted(found)]
+
+
+def test_what_cannot_be_written_at_once_is_written_later_in_order(server):
+    """As where a client reads slowly: every third time the connection takes nothing more."""
+    real, turns, refused = Connection.write_chunk, itertools.count(), []
+
+    def write_chunk(connection, data):
+        if not data and next(turns) % 3 == 0:
+            refused.append(connection)
+            return False
+        return real(connection, data)
+
+    fields = {**STREAMED, "max_tokens": 60}
+    whole = [choice["token_ids"] for choice in complete(server, **fields)["choices"]]
+    with mock.patch.object(Connection, "write_chunk", write_chunk):
+        events = ask(server, "/v1/completions", {**fields, "stream": True}).events
+    assert streamed_ids(events) == whole
+    assert len(refused) >= 2
+    assert next(turns) > len(refused) + 2
+
+
+def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(server):
+    body = json.dumps({**STREAMED, "max_tokens": 20, "stream": True}).encode()
+    with connect(server) as client:
+        client.sendall(raw_request("/v1/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, data = read_all(client).partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    whole = complete(server, **STREAMED, max_tokens=20)["choices"]
+    assert streamed_ids(events_in(data)) == [choice["token_ids"] for choice in whole]
+
+
+def test_a_bug_in_writing_one_stream_ends_that_stream_alone(server):
+    real, met = AnswerStream.pieces, threading.Event()
+
+    def pieces(writer, index, found):
+        if writer.request.texts[0] == "a bug":
+            met.set()
+            raise RuntimeError("a bug")
+        return real(writer, index, found)
+
+    fields = {**STREAMED, "max_tokens": 90}
+    with mock.patch.object(AnswerStream, "pieces", pieces), connect(server) as other:
+        body = json.dumps({**fields, "prompt": "a bug", "stream": True}).encode()
+        other.sendall(raw_request("/v1/completions", body))
+        events = ask(server, "/v1/completions", {**fields, "stream": True}).events
+        ended = read_all(other)
+    whole = complete(server, **fields)["choices"]
+    assert streamed_ids(events) == [choice["token_ids"] for choice in whole]
+    assert met.is_set()
+    assert b"[DONE]" not in ended
 
 
 def test_an_error_in_the_middle_is_an_event_and_the_end(server):

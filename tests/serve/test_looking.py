@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import scratchlm
 from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.accounting import account
-from scratchlm.config import MoE
+from scratchlm.config import MLP, Attention, LayerNorm, MoE
 from scratchlm.inference import Engine, Sampling, next_tokens
 from scratchlm.inference.device_sampling import masked, shifted
 from scratchlm.inspect import attention_weights, head_scores, inspect
-from scratchlm.ops import reference
 from scratchlm.serve import look_engine, look_inside, look_numbers, look_tokens
 from scratchlm.serve.look_inside import Scaling
 from scratchlm.serve.subject import Subject
@@ -244,9 +244,12 @@ def test_experts_are_those_the_model_routed_to(mixture):
         chosen = chosen / chosen.sum(-1, keepdim=True)
         torch.testing.assert_close(torch.tensor(layer["weights"]), chosen)
         assert sum(layer["load"]) == pytest.approx(1)
-    assert look_numbers.expert_weight(mixture, ids, 1, 2, 0)["value"] == pytest.approx(
-        found[1]["weights"][2][0], rel=1e-5
-    )
+    weight = explained(mixture, "expert", ids=ids, layer=1, position=2, chosen=0)
+    assert weight["value"] == pytest.approx(found[1]["weights"][2][0], rel=1e-5)
+    check_source(weight)
+    for expert, load in enumerate(found[1]["load"]):
+        shown = explained(mixture, "load", ids=ids, layer=1, chosen=expert)
+        assert shown["value"] == pytest.approx(load)
 
 
 def test_a_model_without_experts_has_none(subject):
@@ -256,37 +259,167 @@ def test_a_model_without_experts_has_none(subject):
 # Numbers
 
 
-def test_every_number_is_explained_with_its_value_and_its_line(subject):
+def explained(subject, kind, **given):
+    return look_numbers.number(subject, kind, given.pop("ids", IDS), **given)
+
+
+def check_source(found):
+    """What is shown as the code is what stands in that file, at that line."""
+    source = found["source"]
+    lines = (Path(scratchlm.__file__).parent / source["file"]).read_text().splitlines()
+    at = source["first"] - 1
+    shown = [line.strip() for line in source["code"]]
+    assert shown == [line.strip() for line in lines[at : at + len(shown)]]
+    assert source["first"] <= source["line"] < source["first"] + len(shown)
+
+
+def test_numbers_of_the_next_token_are_explained_by_their_value_and_line(subject):
     table = log_p(subject, IDS)[-1]
-    weights = attention_weights(subject.model, IDS)
     logits = subject.last_logits(IDS)
-    sampling = Sampling(temperature=0.7, top_k=250, repetition_penalty=1.5)
-    after = look_tokens.choices(subject, IDS, 9, sampling=sampling, num_prompt=4, best=100)
+    settings = {"num_prompt": 4}
+    settings["sampling"] = Sampling(
+        temperature=0.7,
+        top_k=250,
+        repetition_penalty=1.5,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+    )
+    after = look_tokens.choices(subject, IDS, 9, **settings, seed=3, best=100)
+    row = next(row for row in after["rows"] if row["id"] == 98)
     with torch.no_grad(), inspect(subject.model) as look:
         look.keep(["embed", "layers.*.out"])
         subject.model(torch.tensor([IDS]))
     by_layer = look.lens()[:, 0].double().softmax(-1)
-    expected = {
-        "probability": ({"token": 98}, float(table[98].exp())),
-        "filtered": (
-            {"token": 98, "sampling": sampling, "num_prompt": 4},
-            next(row["after"] for row in after["rows"] if row["id"] == 98),
-        ),
-        "lens": ({"token": 98, "position": 5, "layer": 0}, float(by_layer[1, 5, 98])),
-        "surprise": ({"token": 98}, float(-table[98] / math.log(2))),
-        "entropy": ({}, float(-(table.exp() * table).sum() / math.log(2))),
-        "logit": ({"token": 98}, float(logits[98])),
-        "attention": ({"layer": 1, "head": 3, "query": 6, "key": 2}, float(weights[1, 3, 6, 2])),
-    }
-    lines = Path(reference.__file__).read_text(encoding="utf-8").splitlines()
-    for kind, (given, value) in expected.items():
-        found = look_numbers.NUMBERS[kind](subject, IDS, **given)
+    expected = [
+        ("probability", {"token": 98}, float(table[98].exp())),
+        ("surprise", {"token": 98}, float(-table[98] / math.log(2))),
+        ("entropy", {}, float(-(table.exp() * table).sum() / math.log(2))),
+        ("logit", {"token": 98}, float(logits[98])),
+        ("logit", {"token": 98, "against": 97}, float(logits[98] - logits[97])),
+        ("rank", {"token": 98}, row["rank"]),
+        ("filtered", {"token": 98, **settings}, row["after"]),
+        ("shift", {"token": 98, **settings}, row["shift"]),
+        ("rank", {"token": 98, **settings}, row["rank_after"]),
+        ("entropy", settings, after["entropy_after"]),
+        ("draw", {"seed": 3, **settings}, after["draw"]["number"]),
+        ("lens", {"token": 98, "position": 5, "layer": 0}, float(by_layer[1, 5, 98])),
+        ("lens", {"token": 98, "position": 5}, float(by_layer[0, 5, 98])),
+    ]
+    for kind, given, value in expected:
+        found = explained(subject, kind, **given)
         assert found["value"] == pytest.approx(value, rel=2e-5), kind
-        source = found["source"]
-        shown = source["code"][source["line"] - source["first"]]
-        assert lines[source["line"] - 1].strip() == shown.strip(), kind
+        check_source(found)
+    assert row["shift"] != 0
+    drawn = explained(subject, "draw", seed=3, **settings)["parts"]
+    number = after["draw"]["number"]
+    assert drawn[0][1] <= number < drawn[0][1] + drawn[1][1]
+    assert drawn[1][2]["token"] == after["draw"]["id"]
+
+
+def test_numbers_from_inside_are_explained_by_their_value_and_line(subject):
+    weights = attention_weights(subject.model, IDS)
+    heads = look_inside.heads(subject, IDS)["heads"]
+    one = next(h for h in heads if (h["layer"], h["head"]) == (1, 3))
+    place = {"layer": 1, "head": 3}
+    other, pair = [*b"ba ba bca"], {"token": 98, "against": 97}
+    shares = look_inside.attribution(subject, IDS, **pair)
+    expected = [("attention", {**place, "query": 6, "key": 2}, float(weights[1, 3, 6, 2]))]
+    for kind in ("first", "self", "previous_token", "duplicate_token", "induction"):
+        expected.append(("head", {**place, "what": kind}, one[kind]))
+    expected += [("share", {**pair, "part": part}, share) for part, share in shares["parts"]]
+    expected.append(("shares", pair, shares["sum"]))
+    rest = sum(share for _, share in shares["parts"][3:])
+    expected.append(("shares", {**pair, "start": 3}, rest))
+    expected.append(("rounding", pair, shares["error"]))
+    for what, index in (("stream", "position"), ("attention", "position"), ("heads", "head")):
+        values = look_inside.patch(subject, IDS, other, **pair, what=what)["values"]
+        given = {**pair, "other": other, "what": what, "layer": 1, index: 2}
+        expected.append(("patched", given, values[1][2]))
+    for kind, given, value in expected:
+        found = explained(subject, kind, **given)
+        assert found["value"] == pytest.approx(value, rel=5e-5, abs=1e-6), (kind, given)
+        check_source(found)
     with pytest.raises(ValueError, match="token 2 does not see token 6"):
-        look_numbers.attention_weight(subject, IDS, 1, 3, 2, 6)
+        explained(subject, "attention", **place, query=2, key=6)
+    with pytest.raises(ValueError, match="patching heads needs head"):
+        explained(subject, "patched", other=other, token=98, what="heads", layer=1, position=2)
+
+
+def test_what_edits_do_is_explained_with_the_edits_in(subject):
+    edits = [Scaling("layers.0.attn.heads", 0.0, heads=[1]), Scaling("layers.1.ffn.out", 0.5)]
+    found = look_inside.ablate(subject, IDS, edits)
+    row = found["rows"][2]
+    given = {"token": row["id"], "edits": edits}
+    assert explained(subject, "probability", **given)["value"] == pytest.approx(row["after"])
+    assert explained(subject, "moved", **given)["value"] == pytest.approx(
+        100 * (row["after"] - row["before"])
+    )
+    assert explained(subject, "divergence", edits=edits)["value"] == pytest.approx(
+        found["divergence"]
+    )
+    with torch.no_grad(), inspect(subject.model) as look:
+        look_inside.apply_edits(look, edits)
+        logits = subject.model(torch.tensor([IDS]))[0, -1]
+    value = explained(subject, "logit", **given)["value"]
+    assert value == pytest.approx(float(logits[row["id"]]), rel=1e-5)
+    with pytest.raises(ValueError, match="no product any more"):
+        explained(subject, "logit", token=98, edits=[Scaling("logits", 0.5)])
+
+
+def test_shares_of_biases_are_explained_too():
+    parts = {
+        "norm": LayerNorm(bias=True),
+        "ffn": MLP(bias=True),
+        "attention": Attention(bias="all"),
+    }
+    config = ModelConfig(61, 32, d_model=16, num_layers=1, num_heads=2, **parts)
+    model = TransformerLM(config)
+    generator = torch.Generator().manual_seed(1)
+    model.reset_parameters(generator)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(61))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    subject = Subject.of(model.eval(), None, "biased")
+    given = {"token": 7, "against": 3}
+    shares = look_inside.attribution(subject, [1, 5, 9], **given)["parts"]
+    assert {"ln_final.bias", "lm_head.bias", "layers.0.ffn.w2.bias"} < {part for part, _ in shares}
+    for part, share in shares:
+        found = explained(subject, "share", ids=[1, 5, 9], part=part, **given)
+        assert found["value"] == pytest.approx(share), part
+    logits = subject.last_logits([1, 5, 9])
+    found = explained(subject, "logit", ids=[1, 5, 9], **given)
+    assert found["value"] == pytest.approx(float(logits[7] - logits[3]), rel=1e-5)
+
+
+def test_what_a_parts_explanation_asks_further_is_that_value(subject):
+    """A value that can be asked in its turn is explained by itself, down to the bottom."""
+    other = [*b"ba ba bca"]
+    starts = [
+        {"kind": "probability", "token": 98},
+        {"kind": "entropy", "sampling": Sampling(top_k=9), "num_prompt": 4},
+        {"kind": "rounding", "token": 98, "against": 97},
+        {"kind": "head", "layer": 1, "head": 2, "what": "induction"},
+        {"kind": "patched", "other": other, "token": 98, "layer": 0, "position": 4},
+        {"kind": "cost", "what": "line"},
+        {"kind": "cost", "what": "seconds"},
+    ]
+    asked = [{"ids": IDS, **start} for start in starts]
+    count = 0
+    while asked:
+        given = asked.pop()
+        for _, value, more in explained(subject, **given)["parts"]:
+            if more is None:
+                continue
+            more = {"ids": given["ids"], **more}
+            if "sampling" in more:
+                more["sampling"] = Sampling(**more["sampling"])
+            inner = explained(subject, **more)
+            if not inner["name"].startswith("probability") or given["kind"] != "entropy":
+                assert inner["value"] == pytest.approx(value, rel=1e-4, abs=1e-5), (given, more)
+            asked.append(more)
+            count += 1
+    assert count > 40
 
 
 # Cost and cache
@@ -301,6 +434,24 @@ def test_a_tokens_cost_is_that_of_the_account(subject):
     read = look_engine.cost(subject.model, 10, 10, "t4")
     assert read["phase"] == "prefill"
     assert read["flops"] == account(config, phase="prefill", prompt=10).flops["causal"].value
+
+
+@pytest.mark.parametrize("given", [0, 9], ids=["decode", "prefill"])
+def test_every_figure_of_the_cost_is_explained(subject, mixture, given):
+    for one, ids in ((subject, IDS), (mixture, [1, 5, 9] * 3)):
+        found = look_engine.cost(one.model, 9, given, "a100-80")
+        asked = {"ids": ids, "num_prompt": given, "machine": "a100-80"}
+        expected = [("line", None, found["flops"])]
+        expected += [(what, None, found[what]) for what in ("bytes", "seconds")]
+        expected += [("line", line["name"], line["value"]) for line in found["lines"]]
+        for part in found["parts"]:
+            expected += [(what, part["name"], part[what]) for what in ("flops", "bytes", "seconds")]
+        for what, part, value in expected:
+            shown = explained(one, "cost", what=what, part=part, **asked)
+            assert shown["value"] == pytest.approx(value), (what, part)
+            check_source(shown)
+    with pytest.raises(ValueError, match=r"part must be one of layers, .*; got 'W9'"):
+        explained(subject, "cost", what="line", part="W9")
 
 
 def test_the_cache_shows_pages_that_are_held_shared_and_found(subject):

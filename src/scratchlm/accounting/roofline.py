@@ -212,13 +212,20 @@ def roofline(config: ModelConfig, setup: Setup, machine: Machine) -> Roofline:
     """Time a phase at the machine's limits."""
     if setup.phase in ("generation", "generation-no-cache"):
         return _generation(config, setup, machine)
+    parts, workload = roofline_parts(config, setup)
+    env = roofline_env(config, setup, machine, workload)
+    bounds = [_bound(part, env) for part in parts]
+    return _summed(config, setup, machine, bounds, float(workload.rows.value(env)))
+
+
+def roofline_env(
+    config: ModelConfig, setup: Setup, machine: Machine, workload: Work
+) -> dict[str, Number]:
+    """Bind every symbol of the formulas of a phase."""
     env = bindings(config, setup)
     env |= {name: formula.value(env) for name, formula in derived(config).items()}
     env |= {"F_peak": machine.peak(setup.precision), "M_bw": machine.bandwidth}
-    parts, workload = roofline_parts(config, setup)
-    env = dict(Node("work", where=workload.where).bind(env))
-    bounds = [_bound(part, env) for part in parts]
-    return _summed(config, setup, machine, bounds, float(workload.rows.value(env)))
+    return dict(Node("work", where=workload.where).bind(env))
 
 
 def _bound(part: Part, env: dict[str, Number]) -> Bound:

@@ -65,6 +65,36 @@ def attribute(
 ) -> Attribution:
     """Compute every part's share at one position."""
     model: Any = cache.model
+    vectors, direction, position = _vectors(cache, token, against, position)
+    names, shares = list(vectors), torch.stack([*vectors.values()], 1) @ direction
+    logit = _at(cache, "final", position) @ direction
+    bias = getattr(model.lm_head, "bias", None)
+    if bias is not None:
+        share = bias[token].double() - (0.0 if against is None else bias[against].double())
+        names.append("lm_head.bias")
+        shares = torch.cat((shares, share.expand(len(shares), 1)), dim=1)
+        logit = logit + share
+    return Attribution(tuple(names), shares, logit, position)
+
+
+@torch.no_grad()
+def share_terms(
+    cache: Cache, part: str, token: int, against: int | None = None, position: int | None = None
+) -> Float[Tensor, "batch d_model"]:
+    """Return one part's share channel by channel: W[token, c] · g[c] · s · part[c]."""
+    vectors, direction, _ = _vectors(cache, token, against, position)
+    if part not in vectors:
+        raise ValueError(
+            f"no part with channels is called {part!r}; there are {', '.join(vectors)}"
+        )
+    return vectors[part] * direction
+
+
+def _vectors(
+    cache: Cache, token: int, against: int | None, position: int | None
+) -> tuple[dict[str, Float[Tensor, "batch d_model"]], Float[Tensor, " d_model"], int]:
+    """Return every part as the final norm leaves it, what the head multiplies it by, and where."""
+    model: Any = cache.model
     _check(cache)
     last = f"layers.{len(model.layers) - 1}.out"
     position = int(cache.positions(last).max()) if position is None else position
@@ -75,20 +105,12 @@ def attribute(
     direction = _row(model.lm_head, token)
     if against is not None:
         direction = direction - _row(model.lm_head, against)
-    names, shares = list(parts), _normed(model.ln_final, stream, torch.stack([*parts.values()], 1))
-    shares = shares @ direction  # (batch, parts)
-    for name, bias in (
-        ("ln_final.bias", getattr(model.ln_final, "bias", None)),
-        ("lm_head.bias", getattr(model.lm_head, "bias", None)),
-    ):
-        if bias is not None:
-            share = _bias_share(name, bias.double(), direction, token, against)
-            names.append(name)
-            shares = torch.cat((shares, share.expand(len(shares), 1)), dim=1)
-    logit = _at(cache, "final", position) @ direction
-    if getattr(model.lm_head, "bias", None) is not None:
-        logit = logit + shares[:, -1]
-    return Attribution(tuple(names), shares, logit, position)
+    normed = _normed(model.ln_final, stream, torch.stack([*parts.values()], 1))
+    vectors = dict(zip(parts, normed.unbind(1), strict=True))
+    bias = getattr(model.ln_final, "bias", None)
+    if bias is not None:
+        vectors["ln_final.bias"] = bias.double().expand_as(stream)
+    return vectors, direction, position
 
 
 def _check(cache: Cache) -> None:
@@ -164,11 +186,3 @@ def _row(head: Any, token: int) -> Tensor:
         raise ValueError(f"token must lie in [0, {vocab}); got {token}")
     row: Tensor = head.weight[token].double()
     return row
-
-
-def _bias_share(
-    name: str, bias: Tensor, direction: Tensor, token: int, against: int | None
-) -> Tensor:
-    if name == "ln_final.bias":
-        return bias @ direction
-    return bias[token] - (0.0 if against is None else bias[against])

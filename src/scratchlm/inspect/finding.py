@@ -12,10 +12,11 @@ key: the whole sequence for the first, the second block for the other two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from scratchlm.inspect.look import inspect
@@ -46,13 +47,8 @@ def head_scores(
     model: Transformer, *, block: int | None = None, rows: int = 8, seed: int = 0
 ) -> HeadScores:
     """Score every head on `rows` sequences of a random block of tokens, said twice."""
-    most = model.config.context_length // 2
-    block = min(most, 50) if block is None else block
-    if not 2 <= block <= most:
-        raise ValueError(f"block must lie in [2, {most}], half the context; got {block}")
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (rows, block), generator=generator)
-    ids = ids.repeat(1, 2).to(model.token_embeddings.weight.device)
+    ids = repeated_tokens(model, block=block, rows=rows, seed=seed)
+    block = ids.shape[1] // 2
     found: list[list[Tensor]] = [[], [], []]
     with inspect(model) as look:
         for i in range(len(model.layers)):  # one layer's weights at a time
@@ -60,9 +56,35 @@ def head_scores(
             look.keep(f"layers.{i}.attn.weights")
             model.hidden(ids)
             weights = look.cache[f"layers.{i}.attn.weights"].mean(dim=0)  # (heads, query, key)
-            for scores, back, first in zip(
-                found, (1, block, block - 1), (1, block, block), strict=True
-            ):
-                at = weights.diagonal(-back, -2, -1)[:, first - back :]
-                scores.append(at.mean(dim=-1))
+            for scores, kind in zip(found, KEYS, strict=True):
+                scores.append(looked_at(weights, kind).mean(dim=-1))
     return HeadScores(*(torch.stack(scores) for scores in found))
+
+
+def repeated_tokens(
+    model: Transformer, *, block: int | None = None, rows: int = 8, seed: int = 0
+) -> Int[Tensor, "rows seq"]:
+    """Return what heads are scored on: rows of a random block of tokens, said twice."""
+    most = model.config.context_length // 2
+    block = min(most, 50) if block is None else block
+    if not 2 <= block <= most:
+        raise ValueError(f"block must lie in [2, {most}], half the context; got {block}")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (rows, block), generator=generator)
+    return ids.repeat(1, 2).to(model.token_embeddings.weight.device)
+
+
+# From a block's length: how far back a head of a kind looks, and from which position on.
+KEYS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "previous_token": lambda block: (1, 1),
+    "duplicate_token": lambda block: (block, block),
+    "induction": lambda block: (block - 1, block),
+}
+
+
+def looked_at(
+    weights: Float[Tensor, "*some query key"], kind: str
+) -> Float[Tensor, "*some positions"]:
+    """Return the weights that a score of this kind is the mean of."""
+    back, first = KEYS[kind](weights.shape[-1] // 2)
+    return weights.diagonal(-back, -2, -1)[..., first - back :]

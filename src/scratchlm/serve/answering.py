@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from scratchlm.inference.device_sampling import NO_VALID_TOKEN
 from scratchlm.inference.rows import Generation, Piece
-from scratchlm.serve.engine_thread import Submission
+from scratchlm.serve.engine_thread import News, Submission
 from scratchlm.serve.generation import Generate
 from scratchlm.serve.openai_format import DONE, Answer, AnswerStream, PromptLogprobs, event
 from scratchlm.serve.refusals import Refusal, json_response
+from scratchlm.serve.server import WRITE_NOW
 from scratchlm.serve.service import Service
 
 log = logging.getLogger("scratchlm.serve")
@@ -142,6 +144,7 @@ class EventStream(Response):
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        write_now = scope.get("extensions", {}).get(WRITE_NOW)
         async with given_up_with(receive, self.submission):
             headers = self.raw_headers
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -149,20 +152,31 @@ class EventStream(Response):
             if self.submission is None:
                 await write(self.writer.last())
             else:
+                if write_now is not None:
+                    self.submission.write_now = partial(self._write_now, write_now)
                 await self._send_news(self.submission, write)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_news(self, submission: Submission, write: Write) -> None:
-        writer = self.writer
         async for found in submission.news():
-            pieces: dict[int, list[Piece]] = {}  # of each choice, those that came together
-            for news in found:
-                pieces.setdefault(news.index, []).extend(news.pieces)
-            data = b"".join([writer.pieces(*of_choice) for of_choice in pieces.items()])
-            error = next((news.error for news in found if news.error is not None), None)
+            data, error = self._events(found)
             if error is not None:
                 await write(data + event(failure(error).body()) + DONE)
                 return
             await write(data)
         if not submission.num_open:
-            await write(writer.last())
+            await write(self.writer.last())
+
+    def _write_now(self, write: Callable[[bytes], bool], found: list[News]) -> bool:
+        """Write news as they come, without a task's turn; not where one says how it failed."""
+        if any(news.error is not None for news in found) or not write(b""):
+            return False
+        return write(self._events(found)[0])  # which can be made once only
+
+    def _events(self, found: list[News]) -> tuple[bytes, BaseException | None]:
+        """Write what came together, in one event for each choice; and say what one failed by."""
+        pieces: dict[int, list[Piece]] = {}
+        for news in found:
+            pieces.setdefault(news.index, []).extend(news.pieces)
+        data = b"".join([self.writer.pieces(*of_choice) for of_choice in pieces.items()])
+        return data, next((news.error for news in found if news.error is not None), None)

@@ -24,6 +24,7 @@ from scratchlm.inference.engine import Engine, Handle
 from scratchlm.inference.rows import Piece, Row
 
 EVENT_SECONDS = 5e-5  # of the thread of the loop, which shares the interpreter with the engine
+LOOP_TURNS = 6  # from a connection that is taken to its request being submitted, and one more
 EVENTS_SHARE = 4  # events take at most one part in so many of the time
 
 
@@ -37,6 +38,9 @@ class News:
     error: BaseException | None
 
 
+WriteNow = Callable[[list[News]], bool]  # whether it could be done
+
+
 class Submission:
     """Rows of one HTTP request on their way; lives on the event loop."""
 
@@ -48,15 +52,28 @@ class Submission:
         self.is_cancelled = False
         self.begin = time.perf_counter()
         self._thread = thread
-        self._inbox: deque[News] = deque()
+        self.write_now: WriteNow | None = None  # where news can be passed on without a task's turn
+        self._inbox: list[News] = []
+        self._is_taken = False  # news that were given out are still being worked on
         self._is_news = asyncio.Event()
 
-    def take(self, news: News) -> None:
-        """Receive what the engine thread has sent."""
-        if news.is_over:
-            self.num_open -= 1
-        self._inbox.append(news)
-        self._is_news.set()
+    def take(self, found: list[News]) -> None:
+        """Receive what the engine thread has sent, and pass it on at once where that can be."""
+        self.num_open -= sum(news.is_over for news in found)
+        in_order = not self._inbox and not self._is_taken
+        if not (in_order and self._is_written(found)):
+            self._inbox += found
+            self._is_news.set()
+        elif not self.num_open:
+            self._is_news.set()
+
+    def _is_written(self, found: list[News]) -> bool:
+        if self.write_now is None or self.is_cancelled:
+            return False
+        try:
+            return self.write_now(found)
+        except Exception:  # raised again where the request is answered, and there alone
+            return False
 
     def cancel(self) -> None:
         """Give all rows up; their pages are free within one step."""
@@ -72,10 +89,11 @@ class Submission:
         while not self.is_cancelled:
             await self._is_news.wait()
             self._is_news.clear()
-            found = list(self._inbox)
-            self._inbox.clear()
+            found, self._inbox = self._inbox, []
             if found:
+                self._is_taken = True
                 yield found
+                self._is_taken = False
             if not self.num_open and not self._inbox:
                 return
 
@@ -146,7 +164,7 @@ class EngineThread:
             raise
         self.num_open += len(begin)
         self._arrived.extend((submission, index) for index in range(len(begin)))
-        self.wake()
+        self._wake_after(LOOP_TURNS)
         if self._has_ended:  # nobody else would say so
             self._give_up()
         return submission
@@ -164,15 +182,25 @@ class EngineThread:
         """Let the engine's thread look for something to do."""
         self._wake.set()
 
+    def _wake_after(self, turns: int) -> None:
+        """Wake the thread when the loop has read what came meanwhile: it begins together."""
+        if turns and self._loop is not None:
+            self._loop.call_soon(self._wake_after, turns - 1)
+        else:
+            self.wake()
+
     def _deliver(self) -> None:
         self._delivery_due = False
+        found: dict[Submission, list[News]] = {}  # what came together for each
         while self._outbox:
             submission, news = self._outbox.popleft()
             if news.is_over:
                 self.num_open -= 1
             for listener in self.listeners:
                 listener(submission, news)
-            submission.take(news)
+            found.setdefault(submission, []).append(news)
+        for submission, of_one in found.items():
+            submission.take(of_one)
 
     # In the thread
 

@@ -20,27 +20,29 @@ def precision_of(model: TransformerLM) -> str:
     return "fp32" if model.token_embeddings.weight.dtype == torch.float32 else "bf16"
 
 
+def work_of(model: TransformerLM, at: int, num_prompt: int) -> dict[str, Any]:
+    """Return the step that chose the token at place `at`, as the account is asked for it."""
+    if not 1 <= at <= model.config.context_length:
+        raise ValueError(f"at must lie in [1, {model.config.context_length}]; got {at}")
+    length = {"prompt": at} if at <= num_prompt else {"cache": at - 1}
+    phase = "prefill" if at <= num_prompt else "decode"
+    return {"phase": phase, **length, "precision": precision_of(model)}
+
+
 def cost(model: TransformerLM, at: int, num_prompt: int, machine: str) -> dict[str, Any]:
     """Return FLOPs, bytes and time of the step that chose the token at place `at`.
 
     The first token of an answer is chosen by reading the whole prompt; each later one by a step
     over the token before it, with the `at − 1` tokens before that in the cache.
     """
-    if not 1 <= at <= model.config.context_length:
-        raise ValueError(f"at must lie in [1, {model.config.context_length}]; got {at}")
-    precision = precision_of(model)
-    first = at <= num_prompt
-    work: dict[str, Any] = {"phase": "decode", "cache": at - 1}
-    if first:
-        work = {"phase": "prefill", "prompt": at}
-    found = account(model.config, machine=machine, precision=precision, **work)
+    work = work_of(model, at, num_prompt)
+    found = account(model.config, machine=machine, **work)
     assert found.roofline is not None
     flops = found.flops["causal"]
     return {
         **work,
         "machine": found.roofline.machine,
         "machines": list(MACHINES),
-        "precision": precision,
         "flops": flops.value,
         "lines": [
             {

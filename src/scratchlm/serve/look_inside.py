@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scratchlm.inspect import PARTS, head_scores, inspect
+from scratchlm.inspect import PARTS, Look, head_scores, inspect
 from scratchlm.serve.subject import Ids, Subject
 
 THUMBNAIL = 40  # pixels of a head's picture, at most
@@ -138,23 +138,27 @@ class Scaling:
     units: Sequence[int] | None = None
 
 
+def apply_edits(look: Look, edits: Sequence[Scaling]) -> None:
+    """Put edits into a model; a factor of 1 is none."""
+    for edit in edits:
+        if edit.factor == 0:
+            look.zero(edit.point, heads=edit.heads, units=edit.units)
+        elif edit.factor != 1:
+            look.scale(edit.point, edit.factor, heads=edit.heads, units=edit.units)
+
+
+@torch.no_grad()
+def edited_logits(subject: Subject, ids: Ids, edits: Sequence[Scaling]) -> Float[Tensor, " vocab"]:
+    """Return the logits after the last token, with edits in the model."""
+    with inspect(subject.model) as look:
+        apply_edits(look, edits)
+        return subject.last_logits(ids)
+
+
 @torch.no_grad()
 def ablate(subject: Subject, ids: Ids, edits: Sequence[Scaling], best: int = 10) -> dict[str, Any]:
     """Return the next-token table without and with these edits, and whether a bit changed."""
-    model, row = subject.model, subject.row(ids)
-    before = model(row)[0, -1]
-    after = before
-    active = [edit for edit in edits if edit.factor != 1]
-    if active:
-        with inspect(model) as look:
-            for edit in active:
-                if edit.factor == 0:
-                    look.zero(edit.point, heads=edit.heads, units=edit.units)
-                else:
-                    look.scale(edit.point, edit.factor, heads=edit.heads, units=edit.units)
-            after = model(row)[0, -1]
-    else:
-        after = model(row)[0, -1]
+    before, after = subject.last_logits(ids), edited_logits(subject, ids, edits)
     was, now = (x.double().softmax(dim=-1) for x in (before, after))
     top = [*was.topk(min(best, len(was))).indices.tolist()]
     top += [t for t in now.topk(min(best, len(now))).indices.tolist() if t not in top]
@@ -176,7 +180,23 @@ def _digest(logits: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-PATCHES = {"stream": "out", "attention": "attn.out", "feed-forward": "ffn.out", "heads": "heads"}
+PATCHES = {
+    "stream": "layers.*.out",
+    "attention": "layers.*.attn.out",
+    "feed-forward": "layers.*.ffn.out",
+    "heads": "layers.*.attn.heads",
+}
+
+
+def patched_points(ids: Ids, other: Ids, what: str) -> str:
+    """Return the points that are patched from one prompt into another, which must be as long."""
+    if len(ids) != len(other):
+        raise ValueError(
+            f"the two prompts must have as many tokens; got {len(ids)} and {len(other)}"
+        )
+    if what not in PATCHES:
+        raise ValueError(f"what must be one of {', '.join(PATCHES)}; got {what!r}")
+    return PATCHES[what]
 
 
 @torch.no_grad()
@@ -193,12 +213,7 @@ def patch(
     With `against` it is the lead over that token's logit. "heads" patches whole heads; the others
     one position of one layer at a time.
     """
-    if len(ids) != len(other):
-        raise ValueError(
-            f"the two prompts must have as many tokens; got {len(ids)} and {len(other)}"
-        )
-    if what not in PATCHES:
-        raise ValueError(f"what must be one of {', '.join(PATCHES)}; got {what!r}")
+    points = patched_points(ids, other, what)
     vocab = subject.model.config.vocab_size
     for one in (token, *([] if against is None else [against])):
         _index("token", one, vocab)
@@ -208,7 +223,6 @@ def patch(
         return last[:, token] if against is None else last[:, token] - last[:, against]
 
     by_head = what == "heads"
-    points = "layers.*.attn.heads" if by_head else f"layers.*.{PATCHES[what]}"
     model, row, corrupted = subject.model, subject.row(ids), subject.row(other)
     with inspect(model) as look:
         look.keep(points)

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from scratchlm.inference import Sampling
 from scratchlm.serve import fields, look_engine, look_inside, look_numbers, look_tokens
 from scratchlm.serve.fields import Field, parse_json, read_fields
 from scratchlm.serve.page_files import page_response
-from scratchlm.serve.refusals import Refusal, bad_field, json_response
+from scratchlm.serve.refusals import Refusal, json_response
 from scratchlm.serve.service import Service
 from scratchlm.serve.subject import Subject
 
@@ -101,7 +101,7 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
     head = fields.required(fields.integer(0, config.num_heads - 1))
     best = {"best": fields.integer(1, min(100, vocab), min(10, vocab))}
     num_prompt = {"num_prompt": fields.integer(0, context, 0)}
-    machine = fields.text(40, "h200")
+    machine, index = fields.text(40, "h200"), fields.integer(0, context)
     seed = fields.integer(-(2**63), fields.INT64)
     return {
         "model": View({}, lambda: _model(service, subject)),
@@ -131,7 +131,7 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
             {**ids, "token": fields.required(token), "against": token},
             _with(look_inside.attribution, subject),
         ),
-        "ablate": View({**ids, **best, "edits": _edits()}, _with(look_inside.ablate, subject)),
+        "ablate": View({**ids, **best, "edits": _edits(())}, _with(look_inside.ablate, subject)),
         "patch": View(
             {name: fields.required(patched) for name in ("ids", "other")}
             | {"token": fields.required(token), "against": token}
@@ -139,12 +139,18 @@ def views(service: Service, subject: Subject) -> dict[str, View]:
             _with(look_inside.patch, subject),
         ),
         "number": View(
-            {**ids, "kind": fields.required(fields.text(20)), "token": token}
-            | {name: fields.integer(0, context) for name in ("query", "key", "position", "chosen")}
-            | {"num_prompt": fields.integer(0, context), "sampling": _sampling(None)}
-            | {"layer": fields.integer(0, layers - 1)}
-            | {"head": fields.integer(0, config.num_heads - 1)},
-            lambda **given: _number(subject, **given),
+            {**ids, "kind": fields.required(fields.text(20)), "token": token, "against": token}
+            | dict.fromkeys(("query", "key", "position", "chosen", "start"), index)
+            | {
+                "num_prompt": index,
+                "sampling": _sampling(None),
+                "seed": seed,
+                "edits": _edits(None),
+            }
+            | {"layer": fields.integer(0, layers - 1), "other": replace(patched, default=None)}
+            | {"head": fields.integer(0, config.num_heads - 1)}
+            | {"what": fields.text(20), "part": fields.text(100), "machine": fields.text(40)},
+            _with(look_numbers.number, subject),
         ),
         "experts": View(ids, _with(look_inside.experts, subject)),
         "cost": View(
@@ -184,13 +190,13 @@ def _sampling(default: Sampling | None) -> Field:
     return Field(read, {"type": "object"}, default)
 
 
-def _edits() -> Field:
+def _edits(default: tuple[()] | None) -> Field:
     def read(value: Any) -> list[look_inside.Scaling]:
         if not isinstance(value, list) or len(value) > _EDITS:
             raise ValueError(f"must be a list of at most {_EDITS}; got {value!r:.60}")
         return [_edit(one) for one in value]
 
-    return Field(read, {"type": "array", "maxItems": _EDITS}, ())
+    return Field(read, {"type": "array", "maxItems": _EDITS}, default)
 
 
 _EDIT = {
@@ -203,16 +209,6 @@ _EDIT = {
 
 def _edit(value: Any) -> look_inside.Scaling:
     return look_inside.Scaling(**read_fields(value, _EDIT))
-
-
-def _number(subject: Subject, kind: str, ids: list[int], **given: Any) -> dict[str, Any]:
-    if kind not in look_numbers.NUMBERS:
-        raise bad_field("kind", f"must be one of {', '.join(look_numbers.NUMBERS)}; got {kind!r}")
-    named = {name: value for name, value in given.items() if value is not None}
-    try:
-        return look_numbers.NUMBERS[kind](subject, ids, **named)
-    except TypeError as error:
-        raise bad_field("kind", str(error)) from None
 
 
 def _model(service: Service, subject: Subject) -> dict[str, Any]:

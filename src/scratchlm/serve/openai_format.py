@@ -23,8 +23,7 @@ def event(value: Any) -> bytes:
     return b"data: " + _json(value).encode() + b"\n\n"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 # Tokens as text

@@ -25,6 +25,7 @@ from scratchlm.serve.service import Service
 from scratchlm.serve.settings import ServeSettings
 
 log = logging.getLogger("scratchlm.serve")
+WRITE_NOW = "scratchlm.write_now"  # the name of `Connection.write_chunk` in a request's extensions
 LINGER_SECONDS = 2.0  # for a client to read an answer while it still sends a body
 CLOSING_SECONDS = 2  # for answers to be sent once nothing runs any more
 
@@ -37,6 +38,14 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; where there are too many, end the one that keeps us waiting for longest."""
         super().connection_made(transport)
+        app = self.app
+
+        async def with_writer(scope: Any, receive: Any, send: Any) -> None:
+            if scope["http_version"] == "1.1":  # whose bodies of unknown length go in chunks
+                scope["extensions"] = {**scope.get("extensions", {}), WRITE_NOW: self.write_chunk}
+            await app(scope, receive, send)
+
+        self.app = with_writer
         self._began = self.loop.time()  # to send a request
         self._sending_since: float | None = self._began  # headers
         self._refused_since: float | None = None  # a body that nobody wants
@@ -64,6 +73,18 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._sending_since = None
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of a body that goes in chunks, if it can be written at once.
+
+        It is what `send` does, without a task's turn and h11's checks of it.
+        """
+        cycle = self.cycle
+        if self.flow.write_paused or cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def close_if_overdue(self, now: float) -> None:
         """Drop the connection if a deadline has passed."""

@@ -24,7 +24,7 @@ export async function drawAttention(box) {
   box.replaceChildren(
     make("p", {}, "A picture is a head: rows are tokens that look, columns tokens that are looked at. Scores are mean weights on random tokens said twice, or in this text."),
     select("sort by", Object.entries(SORTS).filter(([key]) => key === "layer" || key in all.heads[0]), state.sort, (sort) => change({ sort })),
-    thumbnails(all, asked), ...headInFull(asked, one), thumbnailsTable(all));
+    thumbnails(all, asked), ...headInFull(asked, one), thumbnailsTable(all, ids));
   paintThumbnails(all);
   const canvas = at("pattern");
   drawPixels(canvas, pixelsOf(one.pixels), one.size, one.size);
@@ -52,9 +52,9 @@ function paintThumbnails(all) {
   sorted(all).forEach((one, i) => drawPixels(canvases[i], pixelsOf(one.pixels), all.size, all.size));
 }
 
-function thumbnailsTable(all) {
+function thumbnailsTable(all, ids) {
   const kinds = ["first", "self", ...all.kinds];
-  const rows = all.heads.map((one) => [`${one.layer}.${one.head}`, ...kinds.map((kind) => one[kind].toFixed(4))]);
+  const rows = all.heads.map((one) => [`${one.layer}.${one.head}`, ...kinds.map((kind) => number(one[kind].toFixed(4), { ids, kind: "head", layer: one.layer, head: one.head, what: kind }, SORTS[kind]))]);
   return behind("All heads as a table", scroller("All heads", table("Mean weights of every head", ["head", ...kinds.map((kind) => SORTS[kind])], rows, { rowHeaders: true, numeric: [1, 2, 3, 4, 5] })));
 }
 

@@ -30,7 +30,7 @@ export function amount(x, unit) {
 export function duration(seconds) {
   if (seconds >= 1) return seconds.toFixed(2) + " s";
   if (seconds >= 1e-3) return (seconds * 1e3).toPrecision(3) + " ms";
-  return (seconds * 1e6).toPrecision(3) + " µs";
+  return seconds >= 1e-6 ? (seconds * 1e6).toPrecision(3) + " µs" : (seconds * 1e9).toPrecision(3) + " ns";
 }
 
 // rows: lists of texts or elements; the first of a row is its header where `rowHeaders` is set

@@ -1,5 +1,5 @@
 // Changing the model while it runs: parts scaled by sliders, and patches between two prompts.
-import { at, bar, fail, make, percent, quoted, scroller, select, signed, table, visible } from "./dom.js";
+import { at, bar, fail, make, percent, quoted, scroller, select, shade, signed, table, visible } from "./dom.js";
 import { ask, look, offline } from "./api.js";
 import { change, idsOf, state } from "./state.js";
 import { number } from "./numbers.js";
@@ -71,10 +71,13 @@ async function drawAblated() {
   const mine = ++latest, asked = ablateBody(), found = await look("ablate", asked);
   if (mine !== latest || !at("ablated")) return;
   const moves = found.rows.map((row) => row.after - row.before), low = Math.min(0, ...moves), span = Math.max(0, ...moves) - low || 1;
-  const rows = found.rows.map((row, i) => [make("code", {}, quoted(row.text)), number(percent(row.before), { ids: asked.ids, kind: "probability", token: row.id }, "probability before"), percent(row.after), signed(100 * moves[i], 2),
+  const of = (kind, row) => ({ ids: asked.ids, edits: asked.edits, kind, ...(row ? { token: row.id } : {}) });
+  const rows = found.rows.map((row, i) => [make("code", {}, quoted(row.text)), number(percent(row.before), { ids: asked.ids, kind: "probability", token: row.id }, "probability before"),
+    number(percent(row.after), of("probability", row), "probability after"), number(signed(100 * moves[i], 2), of("moved", row), "points"),
     bar(moves[i], span, { negative: moves[i] < 0, from: Math.min(moves[i], 0) - low })]);
   at("ablated").replaceChildren(
-    make("p", { id: "bits" }, found.same_bits ? `Logits are the model's own, bit for bit (${found.bits[0]}).` : `Logits are changed (${found.bits[0]} → ${found.bits[1]}); the distribution moved by ${found.divergence.toPrecision(3)} nats (KL).`),
+    make("p", { id: "bits" }, ...(found.same_bits ? [`Logits are the model's own, bit for bit (${found.bits[0]}).`]
+      : [`Logits are changed (${found.bits[0]} → ${found.bits[1]}); the distribution moved by `, number(found.divergence.toPrecision(3), of("divergence"), "divergence"), " nats (KL)."])),
     scroller("Next tokens", table(`What comes at place ${state.at}, before and after the changes; the difference in points of a hundred`, ["token", "before", "after", "points", "bar"], rows, { numeric: [1, 2, 3] })));
 }
 
@@ -120,16 +123,17 @@ async function patched() {
 function heatMap(asked, found, mine, theirs) {
   const name = (id) => quoted([...mine.rows, ...theirs.rows].find((row) => row.id === id)?.text ?? tokens[state.at]?.text ?? "#" + id);
   const span = found.clean - found.other || 1;
-  const cell = (value) => {
-    const x = (value - found.other) / span;
-    return make("td", { class: `number ${x >= 0 ? "" : "negative "}shade-${Math.max(0, Math.min(11, Math.floor(12 * Math.abs(x))))}` }, value.toFixed(2));
+  const cell = (value, layer, i) => {
+    const x = (value - found.other) / span, of = { ...asked, kind: "patched", layer, [found.by]: i };
+    return make("td", { class: `number ${x >= 0 ? "" : "negative "}${shade(Math.abs(x))}` }, number(value.toFixed(2), of, `layer ${layer}, ${found.by} ${i}`));
   };
   const column = (i) => make("th", { scope: "row" }, make("small", {}, String(i)), " ", found.by === "position" ? make("code", {}, visible(tokens[i]?.text ?? "").trimStart()) : "");
   const metric = asked.against === undefined ? `the logit of ${name(asked.token)}` : `the logit of ${name(asked.token)} minus that of ${name(asked.against)}`;
+  const lead = (value, ids, label) => number(value.toFixed(3), { ids, kind: "logit", token: asked.token, against: asked.against }, label);
   return [
-    make("p", {}, `Shown is ${metric}: ${found.clean.toFixed(3)} in this text, ${found.other.toFixed(3)} in the other. The stronger the colour, the nearer to this text; striped is away from it.`),
+    make("p", {}, `Shown is ${metric}: `, lead(found.clean, asked.ids, "in this text"), " in this text, ", lead(found.other, asked.other, "in the other"), ` in the other. The stronger the colour, the nearer to this text; striped is away from it.`),
     scroller("Patches", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `With one part patched: ${found.by}s × layers`)),
       make("thead", {}, make("tr", {}, make("th", { scope: "col" }, found.by), ...found.rows.map((row) => make("th", { scope: "col" }, row.replace("layers.", "layer "))))),
-      make("tbody", {}, ...found.columns.map((i) => make("tr", {}, column(i), ...found.values.map((row) => cell(row[i]))))))),
+      make("tbody", {}, ...found.columns.map((i) => make("tr", {}, column(i), ...found.values.map((row, layer) => cell(row[i], layer, i))))))),
   ];
 }

@@ -12,14 +12,17 @@ export const costBody = () => ({ at: Math.max(1, state.at), num_prompt: givenAt(
 export async function drawCost(box) {
   const asked = costBody(), found = await look("cost", asked);
   const how = found.phase === "prefill" ? `a request that begins here reads all ${found.prompt} tokens before it (prefill)` : `it was chosen by one step over the token before it, with ${found.cache} tokens in the cache (decode)`;
+  const ids = idsOf().slice(0, asked.at), { num_prompt, machine } = asked;
+  const of = (what, part) => ({ ids, kind: "cost", num_prompt, machine, what, ...(part ? { part } : {}) });
   const took = times.get(`${state.branch}.${state.at}`);
-  const lines = found.lines.map((line) => [make("span", { class: "depth-" + Math.min(4, line.depth) }, line.name), make("code", {}, line.symbols), make("code", {}, line.numbers), String(line.value)]);
-  const parts = found.parts.map((part) => [part.name, amount(part.flops, "FLOP"), amount(part.bytes, "B"), duration(part.seconds), part.bound]);
+  const lines = found.lines.map((line) => [make("span", { class: "depth-" + Math.min(4, line.depth) }, line.name), make("code", {}, line.symbols), make("code", {}, line.numbers), number(String(line.value), of("line", line.name), line.name)]);
+  const parts = found.parts.map((part) => [part.name, number(amount(part.flops, "FLOP"), of("flops", part.name), "arithmetic"), number(amount(part.bytes, "B"), of("bytes", part.name), "memory"),
+    number(duration(part.seconds), of("seconds", part.name), "time"), part.bound]);
   box.replaceChildren(
     make("p", {}, `Token ${asked.at}: ${how}.`),
     make("dl", { class: "figures" },
-      ...figure("arithmetic", amount(found.flops, "FLOP")), ...figure("memory traffic", amount(found.bytes, "B")),
-      ...figure(`at the limits of: ${found.machine}`, duration(found.seconds)), ...figure("took here", took === undefined ? "not measured" : duration(took))),
+      ...figure("arithmetic", number(amount(found.flops, "FLOP"), of("line"), "arithmetic")), ...figure("memory traffic", number(amount(found.bytes, "B"), of("bytes"), "memory traffic")),
+      ...figure(`at the limits of: ${found.machine}`, number(duration(found.seconds), of("seconds"), "time")), ...figure("took here", took === undefined ? "not measured" : duration(took))),
     select("machine", found.machines.map((name) => [name, name]), state.machine, (machine) => change({ machine })),
     scroller("By component", table(`By component, in ${found.precision}: the longer of arithmetic and memory bounds each`, ["component", "arithmetic", "memory", "time", "bound by"], parts, { numeric: [1, 2, 3] })),
     behind("Every term with its formula", scroller("Formulas", table("FLOPs of this step", ["line", "formula", "with the sizes in", "FLOP"], lines, { numeric: [3] }))));
@@ -37,7 +40,7 @@ export async function drawExperts(box) {
   const head = make("tr", {}, make("th", { scope: "col" }, "layer"), ...places.map((i) => make("th", { scope: "col", class: i === state.at ? "here" : "" }, make("small", {}, String(i)), " ", make("code", {}, visible(tokens[i]?.text ?? "")))));
   const rows = found.layers.map((layer) => make("tr", {}, make("th", { scope: "row" }, String(layer.layer)), ...places.map((i) =>
     make("td", { class: i === state.at ? "here" : "" }, ...layer.experts[i].map((expert, j) => make("div", {}, `${expert}: `, number(percent(layer.weights[i][j]), { ids, kind: "expert", layer: layer.layer, position: i, chosen: j }, `weight of expert ${expert}`)))))));
-  const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), percent(load), bar(load, 1)]));
+  const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), number(percent(load), { ids, kind: "load", layer: layer.layer, chosen: expert }, "load"), bar(load, 1)]));
   box.replaceChildren(
     make("p", {}, "Each token chooses a few experts in every layer; its answer is theirs, weighted."),
     scroller("Experts", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Chosen experts and their weights")), make("thead", {}, head), make("tbody", {}, ...rows))),
@@ -57,7 +60,7 @@ export async function drawCache(box) {
     make("p", {}, found.shared.tokens
       ? `The first ${found.shared.tokens} tokens of this text are in the cache (pages ${found.shared.pages.join(", ")}): a request that begins like it does not compute them again.`
       : `No whole page of this text is in the cache: a page holds ${found.page_size} tokens, and only full pages of prompts are shared.`),
-    make("dl", { class: "figures" }, ...figure("pages", `${found.num_held} of ${found.num_pages} held`), ...figure("a page", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
+    make("dl", { class: "figures counts" }, ...figure("pages", `${found.num_held} of ${found.num_pages} held`), ...figure("a page", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
       ...figure("found instead of computed", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
     make("div", { class: "pages", role: "img", "aria-label": `${shown}; the table below counts all`, tabindex: "0" }, ...cells),
     scroller("Pages by use", table("Pages by use", ["sign", "page", "how many"], rows, { numeric: [2] })),

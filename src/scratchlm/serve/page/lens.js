@@ -57,15 +57,15 @@ export async function drawAttribution(box) {
   const [asked, choices] = await attributionBody();
   const found = await look("attribution", asked);
   const low = Math.min(0, ...found.parts.map(([, share]) => share)), high = Math.max(0, ...found.parts.map(([, share]) => share));
-  const rows = found.parts.slice(0, 40).map(([part, share]) => [make("code", {}, part), signed(share, 4), bar(share, high - low || 1, { negative: share < 0, from: Math.min(share, 0) - low })]);
+  const of = (kind, more = {}) => ({ ...asked, kind, ...more });
+  const rows = found.parts.slice(0, 40).map(([part, share]) => [make("code", {}, part), number(signed(share, 4), of("share", { part }), "share"), bar(share, high - low || 1, { negative: share < 0, from: Math.min(share, 0) - low })]);
   const rest = found.parts.slice(40).reduce((sum, [, share]) => sum + share, 0);
-  if (found.parts.length > 40) rows.push([`${found.parts.length - 40} more`, signed(rest, 4), ""]);
-  rows.push([make("strong", {}, "sum of all"), signed(found.sum, 4), ""]);
+  if (found.parts.length > 40) rows.push([`${found.parts.length - 40} more`, number(signed(rest, 4), of("shares", { start: 40 }), "share of the rest"), ""]);
+  rows.push([make("strong", {}, "sum of all"), number(signed(found.sum, 4), of("shares"), "sum of all"), ""]);
   const lead = found.against ? ` minus that of ${quoted(found.against[1])}` : "";
   const options = [["", "nothing"], ...choices.rows.filter((row) => row.id !== asked.token).map((row) => [row.id, quoted(row.text)])];
-  const value = found.against ? found.logit.toFixed(4) : number(found.logit.toFixed(4), { ids: asked.ids, kind: "logit", token: asked.token }, "logit");
   box.replaceChildren(
-    make("p", {}, `The logit of ${quoted(found.token[1])}${lead} is `, value, `; the shares add up to it (rounding: ${found.error.toExponential(1)}). The final norm's scale is held fixed, and what a part does through later layers is not in its share.`),
+    make("p", {}, `The logit of ${quoted(found.token[1])}${lead} is `, number(found.logit.toFixed(4), of("logit"), "logit"), "; the shares add up to it (rounding: ", number(found.error.toExponential(1), of("rounding"), "rounding"), `). The final norm's scale is held fixed, and what a part does through later layers is not in its share.`),
     select("compare with", options, asked.against ?? "", (against) => change({ against: against === "" ? null : Number(against) })),
     scroller("Shares", table(`Who wrote the logit of token ${asked.ids.length}`, ["part", "share", "bar"], rows, { numeric: [1] })));
 }

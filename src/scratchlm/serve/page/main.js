@@ -177,7 +177,8 @@ async function start() {
   at("offline-note").hidden = !offline;
   at("export").hidden = offline;
   await open(location.hash.slice(1) || words);
-  document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  // After the frame that shows it: when the first view was drawn, in milliseconds of this page.
+  requestAnimationFrame(() => setTimeout(() => { document.documentElement.dataset.ready = String(Math.round(performance.now())); }));
 }
 
 start();

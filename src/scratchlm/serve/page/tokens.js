@@ -100,7 +100,7 @@ function tokensTable() {
   const ids = idsOf();
   const asked = (text, i, kind) => number(text, () => ({ ids: ids.slice(0, i), kind, ...(kind === "entropy" ? {} : { token: ids[i] }) }), kind);
   const rows = () => tokens.map((t, i) => [String(i), quoted(t.text), String(t.id ?? ""),
-    t.probability === undefined ? "given" : asked(percent(t.probability), i, "probability"), t.rank === undefined ? "" : String(t.rank),
+    t.probability === undefined ? "given" : asked(percent(t.probability), i, "probability"), t.rank === undefined ? "" : asked(String(t.rank), i, "rank"),
     t.surprise === undefined ? "" : asked(t.surprise.toFixed(3), i, "surprise"), t.entropy === undefined ? "" : asked(t.entropy.toFixed(3), i, "entropy")]);
   const made = behind("The same as a table");
   made.addEventListener("toggle", () => {
