@@ -26,6 +26,7 @@ from scratchlm.interop.safetensors_file import (
 )
 from scratchlm.interop.shapes import Shape
 from scratchlm.ops.quantized import dequantize
+from scratchlm.ops.transpose import transpose_into
 
 
 def is_finite(values: Tensor) -> bool:
@@ -144,10 +145,8 @@ def _read_transposed(file: Any, stored: Stored, link: Link, out: Tensor) -> Iter
     for begin in range(0, rows, step):
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
-        # Transposed first, then copied: a strided copy would go element by element.
-        piece = whole[:, left:right].T.contiguous()
-        out[:, begin : begin + len(whole)].copy_(piece)
-        yield piece
+        transpose_into(out[:, begin : begin + len(whole)], whole[:, left:right])
+        yield whole
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:
