@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inference.tiny import END, byte_tokenizer, tiny_model
 from interop.hf_models import hf_model
@@ -94,6 +95,45 @@ def test_the_dtype_is_the_stored_one_unless_another_is_asked_for(tmp_path):
     assert wide.rope.cos.dtype == torch.float32
 
 
+def is_mapped(weight, file):
+    """Whether a weight is a part of the file, not a copy: the file's tensors are one storage."""
+    return weight.untyped_storage().nbytes() == file.stat().st_size
+
+
+def test_weights_are_the_files_pages_and_writing_to_them_leaves_the_file_alone(tmp_path):
+    hf_model("llama 2", torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    before, model = file.read_bytes(), load_model(tmp_path).model
+    assert all(is_mapped(weight, file) for weight in model.parameters())
+    model.lm_head.weight.zero_()
+    assert not load_model(tmp_path).model.lm_head.weight.eq(0).all()
+    assert file.read_bytes() == before
+
+
+def test_a_model_outlives_the_file_that_is_exchanged_under_its_name(tmp_path):
+    hf_model("llama 2", torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path).model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    other = tmp_path / "beside"
+    other.write_bytes(b"")
+    other.replace(tmp_path / "model.safetensors")
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_do_not_depend_on_where_in_a_file_the_weights_begin(tmp_path, dtype):
+    hf_model("llama 2", dtype).save_pretrained(tmp_path)
+    file, ids = tmp_path / "model.safetensors", torch.tensor([[1]])
+    tensors, found, mapped = load_file(file), [], set()
+    for padding in range(0, 64, 8):
+        save_file(tensors, file, {"padding": "-" * padding})
+        model = load_model(tmp_path, accelerate=False).model
+        found.append(model(ids))
+        mapped.add(is_mapped(model.lm_head.weight, file))
+    assert all(torch.equal(logits, found[0]) for logits in found)
+    assert mapped == ({True} if dtype == torch.bfloat16 else {True, False})
+
+
 def test_what_is_no_model_is_one_line(tmp_path):
     with pytest.raises(ScratchLMError, match=r"no such run, checkpoint, .* or GGUF file"):
         load_model(tmp_path / "nowhere")
@@ -122,14 +162,14 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path):
             load_model(path)
 
 
-def test_weights_lie_in_one_block_each_at_a_multiple_of_64_bytes(tmp_path):
-    """One block can be in large pages; and loading again takes another one."""
+def test_weights_lie_in_the_file_or_in_one_block_each_at_a_multiple_of_64_bytes(tmp_path):
+    """One block can be in large pages; and loading again takes other memory."""
     model = build(FAMILIES["gpt2"], dtype=torch.float32)
     write_hf(tmp_path / "hf", model.config, model.state_dict())
     first, second = (load_model(tmp_path / "hf").model for _ in range(2))
     blocks = [{w.untyped_storage().data_ptr() for w in m.parameters()} for m in (first, second)]
-    assert [len(block) for block in blocks] == [1, 1]
-    assert blocks[0] != blocks[1]
+    assert [len(block) for block in blocks] == [2, 2]
+    assert blocks[0].isdisjoint(blocks[1])
     assert all(w.data_ptr() % 64 == 0 for w in first.parameters())
     with torch.no_grad():
         first.lm_head.tied_to[0].weight.zero_()  # weights may be written

@@ -3,7 +3,8 @@
 A run that learnt an adapter gives its base with the adapter in its weights.
 
 The model is built without memory, given memory once, and filled tensor by tensor, so loading takes
-the model and one tensor more. Nothing is converted unless a dtype is asked for.
+the model and one tensor more. Nothing is converted unless a dtype is asked for. On a CPU, weights
+that lie in a Hugging Face directory as we need them are not copied: they are the file's pages.
 """
 
 from __future__ import annotations
@@ -227,8 +228,10 @@ def _refuse_quantized(base: Loaded, adapter: object) -> None:
 def _load_hf(path: Path, build: Build) -> Loaded:
     source = read_hf(path)
     if build.quantize is None:
-        model = build.empty(source.config, build.dtype or source.dtype, ())
-        source.load_into(model.state_dict())
+        dtype = build.dtype or source.dtype
+        mapped = source.mapped(dtype) if build.device.type == "cpu" else {}
+        model = build.empty(source.config, dtype, (), mapped=mapped)
+        source.load_into(model.state_dict(), mapped=mapped)
     else:
         model = build.fill(source.config, source.dtype, (), source.tensors())
     tokenizer, problem = _tokenizer_in(path)
@@ -266,7 +269,7 @@ def _load_gguf(path: Path, build: Build) -> Loaded:
 class Build:
     """How the caller wants the model: on which device, in which dtype, quantised to what."""
 
-    empty: Callable[[ModelConfig, torch.dtype, Sequence[Choice]], TransformerLM]
+    empty: Callable[..., TransformerLM]  # `_empty_model`
     dtype: torch.dtype | None
     device: torch.device
     quantize: str | None
@@ -298,15 +301,19 @@ def _empty_model(
     device: Any,
     ops: Any,
     accelerate: bool,
+    mapped: Mapping[str, Tensor] | None = None,
 ) -> TransformerLM:
-    """Build a model whose weights have memory but no values; drawing them would be in vain."""
+    """Build a model whose weights have memory but no values; drawing them would be in vain.
+
+    `mapped`: weights that are there already.
+    """
     model = TransformerLM(config, ops, device="meta", dtype=dtype)
     make_room(model, choices)
     quantised = any(choice.format for choice in choices)
     if accelerate and quantised:
         acceleration.lay_out(model, torch.device(device))
     if torch.device(device).type == "cpu":
-        _give_large_pages(model)
+        _give_memory(model, mapped or {})
     else:
         model.to_empty(device=device)
         if accelerate and not quantised:
@@ -317,33 +324,41 @@ def _empty_model(
     return model
 
 
-def _give_large_pages(model: TransformerLM) -> None:
-    """Give all weights one block of memory, in the largest pages that the system has.
-
-    A first touch costs as much for a small page as for a large one, and there are hundreds of
-    times as many small ones.
-    """
+def _give_memory(model: TransformerLM, mapped: Mapping[str, Tensor]) -> None:
+    """Give every weight the tensor in `mapped`, or a place in one block of large pages."""
+    places = {id(w): mapped[name] for name, w in model.named_parameters() if name in mapped}
     weights: list[Tensor] = [*model.parameters(), *quantized_buffers(model)]
+    weights = [weight for weight in weights if id(weight) not in places]
     starts, end = [], 0
     for weight in weights:
         starts.append(end)
         end += -(-weight.nbytes // 64) * 64
-    block = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        with contextlib.suppress(OSError):  # a kernel without them
-            block.madvise(advice)
-    memory = torch.frombuffer(block, dtype=torch.uint8)
-    places = {
-        id(weight): memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
-        for weight, start in zip(weights, starts, strict=True)
-    }
+    memory = _large_pages(end)
+    for weight, start in zip(weights, starts, strict=True):
+        part = memory[start : start + weight.nbytes]
+        places[id(weight)] = part.view(weight.dtype).view(weight.shape)
 
     def place(tensor: Tensor) -> Tensor:
         part = places.get(id(tensor))
         return torch.empty(tensor.shape, dtype=tensor.dtype) if part is None else part
 
     model._apply(place)
+
+
+def _large_pages(size: int) -> Tensor:
+    """Return so many bytes of memory, in the largest pages that the system has.
+
+    A first touch costs as much for a small page as for a large one, and there are hundreds of
+    times as many small ones.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            block.madvise(advice)
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def _template_in(path: Path, warn: Callable[[str], None] | None) -> ChatTemplate | None:

@@ -6,13 +6,14 @@
 
 Everything is checked on the header before a byte of a tensor is read: each span is exactly
 shape × item size, and the spans cover the rest of the file without overlap, gap or remainder. The
-bytes are then read directly into the destination tensors; nothing is memory-mapped, so a file that
-shrinks meanwhile is a short read and an error, not a SIGBUS.
+bytes are then read directly into the destination tensors, or the file is mapped and they stay where
+they are (`map_file`).
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -183,5 +184,22 @@ def read_exactly(file: BinaryIO, start: int, into: Tensor) -> None:
     while len(view):
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
-            raise ScratchLMError(f"{file.name}: the file ended while it was being read")
+            raise _ended(file.name)
         view = view[count:]
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """Return the first `size` bytes of a file as a tensor that shares the page cache's memory.
+
+    Writing to it copies a page and leaves the file as it is. The file must stay as it is, too: one
+    that is shortened in place ends the process when a page that is gone is touched.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < size:
+            raise _ended(path)
+        pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _ended(path: object) -> ScratchLMError:
+    return ScratchLMError(f"{path}: the file ended while it was being read")

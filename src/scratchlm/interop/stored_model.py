@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
+from scratchlm.interop.links import Link
 from scratchlm.interop.matching import Plan
-from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored
-from scratchlm.interop.streaming import is_finite, read_link
+from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, map_file
+from scratchlm.interop.streaming import is_finite, read_link, view_link
 from scratchlm.untrusted import listed, shown
 
 _READERS = 4  # threads that read at once; each has a few megabytes in flight
@@ -57,15 +58,51 @@ class StoredModel:
         device: torch.device | str = "cpu",
         allow_nonfinite: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor); only the tensor at hand is read, in `dtype` if given."""
+        """Yield (our name, tensor); only the tensor at hand is read, in `dtype` if given.
+
+        What can stay in the file's pages does (`mapped`); the file must stay as it is then, too.
+        """
         self.check()
+        mapped = self.mapped(dtype) if torch.device(device).type == "cpu" else {}
         for name, shape in self.plan.shapes.items():
-            out = torch.empty(shape, dtype=dtype or self.stored_dtype(name), device=device)
-            self.fill(name, out, allow_nonfinite)
+            out = mapped.pop(name, None)
+            if out is None:
+                out = torch.empty(shape, dtype=dtype or self.stored_dtype(name), device=device)
+                self.fill(name, out, allow_nonfinite)
+            elif not allow_nonfinite:
+                self._check_finite(name, out)
             yield name, out
 
-    def load_into(self, state: Mapping[str, Tensor], *, allow_nonfinite: bool = False) -> None:
-        """Fill tensors that exist already (a model's state dict), in their dtype and place."""
+    def mapped(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the tensors that lie in the file as we need them, as its pages, unchecked.
+
+        Nothing is read or copied yet. Where `dtype` is given, a tensor must be stored in it.
+        """
+        ends: dict[Path, int] = {}
+        for stored in self.stored.values():
+            ends[stored.file] = max(ends.get(stored.file, 0), stored.start + stored.nbytes)
+        pages = {file: map_file(file, end) for file, end in ends.items()}
+        found = {}
+        for name, links in self.plan.links.items():
+            if len(links) != 1 or dtype not in (None, self.stored_dtype(name)):
+                continue
+            stored = self.stored[links[0].theirs]
+            view = view_link(stored, links[0], pages[stored.file])
+            if view is not None:
+                found[name] = view
+        return found
+
+    def load_into(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        mapped: Collection[str] = (),
+        allow_nonfinite: bool = False,
+    ) -> None:
+        """Fill tensors that exist already (a model's state dict), in their dtype and place.
+
+        `mapped`: names of those that are the file's pages already; their values are checked.
+        """
         missing, unexpected = self.plan.shapes.keys() - state, state.keys() - self.plan.shapes
         if missing or unexpected:
             raise ValueError(
@@ -82,7 +119,10 @@ class StoredModel:
 
         def fill(name: str) -> None:
             with torch.no_grad():
-                self.fill(name, state[name].detach(), allow_nonfinite)
+                if name not in mapped:
+                    self.fill(name, state[name].detach(), allow_nonfinite)
+                elif not allow_nonfinite:
+                    self._check_finite(name, state[name])
 
         with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
             try:
@@ -106,6 +146,11 @@ class StoredModel:
             target = out if link.at is None else out[link.at]
             for piece in read_link(self.stored[link.theirs], link, target):
                 if not allow_nonfinite and not is_finite(piece):
-                    raise ScratchLMError(
-                        f"{self.path}: {shown(link.theirs)} holds NaN or infinite values"
-                    )
+                    raise self._not_finite(link)
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if tensor.numel() and not is_finite(tensor):
+            raise self._not_finite(self.plan.links[name][0])
+
+    def _not_finite(self, link: Link) -> ScratchLMError:
+        return ScratchLMError(f"{self.path}: {shown(link.theirs)} holds NaN or infinite values")

@@ -1,4 +1,4 @@
-"""Stream tensors from a file into memory, a few megabytes at a time.
+"""Stream tensors from a file into memory, a few megabytes at a time, or leave them in its pages.
 
 Where dtype and layout are the same, the bytes are read directly into the destination, otherwise
 through one small buffer. Each piece is yielded while it is still in the CPU cache, so that checking
@@ -26,6 +26,7 @@ from scratchlm.interop.safetensors_file import (
 )
 from scratchlm.interop.shapes import Shape
 from scratchlm.ops.quantized import dequantize
+from scratchlm.ops.transpose import transpose_into
 
 
 def is_finite(values: Tensor) -> bool:
@@ -36,6 +37,20 @@ def is_finite(values: Tensor) -> bool:
     if math.isfinite(values.sum().item()):
         return True
     return all(math.isfinite(bound.item()) for bound in values.aminmax())
+
+
+def view_link(stored: Stored, link: Link, pages: Tensor) -> Tensor | None:
+    """Return a link's box as the file's own pages, if it lies there as a tensor of ours would."""
+    if isinstance(stored, StoredBlocks) or link.transposed or link.at is not None:
+        return None
+    first, *more = _chunk_starts(link)
+    start = stored.start + first * stored.item_bytes
+    # MKL adds up in another order where a float32 matrix is not aligned.
+    if more or start % (8 if stored.item_bytes == 2 else 64):
+        return None
+    shape = [end - begin for begin, end in link.box]
+    size = math.prod(shape) * stored.item_bytes
+    return pages[start : start + size].view(WEIGHT_DTYPES[stored.dtype]).view(shape)
 
 
 def read_link(stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
@@ -130,10 +145,8 @@ def _read_transposed(file: Any, stored: Stored, link: Link, out: Tensor) -> Iter
     for begin in range(0, rows, step):
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
-        # Transposed first, then copied: a strided copy would go element by element.
-        piece = whole[:, left:right].T.contiguous()
-        out[:, begin : begin + len(whole)].copy_(piece)
-        yield piece
+        transpose_into(out[:, begin : begin + len(whole)], whole[:, left:right])
+        yield whole
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:

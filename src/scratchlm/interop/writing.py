@@ -239,7 +239,7 @@ def _file_bytes(
         }
         at += out.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)  # aligned, tensors can be used where they lie
     yield len(text).to_bytes(8, "little") + text
     for out in outs:
         yield _value(out, tensors, config).view(-1).view(torch.uint8).numpy().data

@@ -34,6 +34,7 @@ COMPILERS = ("c++", "g++", "clang++")
 SYMBOLS = {
     "attention": ("attend", "attend_back"),
     "step": ("run_step", "run_product"),
+    "transpose": ("transpose",),
 }  # what a library must have
 TIME_LIMIT = 60  # seconds for a compiler: it takes three
 NOTICE_AFTER = 10  # seconds of silence
