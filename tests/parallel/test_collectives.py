@@ -19,9 +19,9 @@ MODELS = {
     "plain": TINY,
     "tied": TINY.replace(tie_embeddings=True),
     "normed heads": TINY.replace(attention=Attention(qk_norm=True)),
-    "experts": TINY.replace(ffn=MoE(4, 2)),
+    "experts": TINY.replace(ffn=MoE(8, 2)),
 }
-ROWS = 32
+ROWS = 128
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -45,12 +45,12 @@ class CollectiveCounter(TorchDispatchMode):
 
 @pytest.fixture
 def fake(request):
-    """Return the first of some ranks, (data, tensor)."""
+    """Return the first of some ranks, (data, tensor), on machines of 8."""
     grid = request.param
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid[0] * grid[1])
     mesh = dist.init_device_mesh("cpu", grid, mesh_dim_names=("data", "tensor"))
     device = torch.device("cpu")
-    yield Ranks(0, mesh.size(), device, mesh, dist.group.WORLD, dist.HashStore(), 1.0)
+    yield Ranks(0, mesh.size(), device, mesh, dist.group.WORLD, dist.HashStore(), 1.0, 8)
     dist.destroy_process_group()
 
 
@@ -63,7 +63,7 @@ def sent(ranks, config, settings, seq):
         backward(learner, Batch(mine, mine))
         learner.layout.reduce_gradients()
         learner.layout.share_weights()
-    least = 4 * 4 * config.d_model  # bytes of a router's gradient, which is not counted
+    least = 4 * 8 * config.d_model  # bytes of a router's gradient, which is not counted
     return {kind: [n for n in sizes if n > least] for kind, sizes in counter.payloads.items()}
 
 
@@ -77,6 +77,8 @@ def sent(ranks, config, settings, seq):
         ((1, 2), "tp", 1, 32),
         ((1, 2), "tp", 2, 31),
         ((2, 2), "fsdp", 1, 32),
+        ((16, 1), "hsdp", 2, 32),
+        ((8, 2), "hsdp", 1, 32),
     ],
     indirect=["fake"],
 )
@@ -87,7 +89,7 @@ def test_the_account_predicts_what_ranks_send(fake, kind, micro, seq, model, mon
     settings = TrainConfig(
         batch_size=ROWS,
         micro_batch_size=rows_each // micro,
-        parallel="fsdp" if kind == "fsdp" else None,
+        parallel=kind if kind in ("fsdp", "hsdp") else None,
         tp=tensor,
     )
     found = sent(fake, config, settings, seq)
