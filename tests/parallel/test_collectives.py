@@ -11,6 +11,7 @@ from scratchlm.config import Attention, ModelConfig, MoE
 from scratchlm.data import Batch
 from scratchlm.parallel import rows
 from scratchlm.parallel.ranks import Ranks
+from scratchlm.parallel.zero1 import Zero1
 from scratchlm.training import Learner, TrainConfig, build_model
 from scratchlm.training.step import backward
 
@@ -110,3 +111,19 @@ def test_the_account_predicts_what_ranks_send(fake, kind, micro, seq, model, mon
             assert len(sizes) == sum(made.count for made in expected), what
         # what ranks hold is padded to the longest share
         assert sum(sizes) == pytest.approx(sum(made.bytes for made in expected), rel=0.02), what
+
+
+@pytest.mark.parametrize("fake", [(1, 1)], indirect=True)
+def test_micro_batches_of_bfloat16_gradients_are_added_up_in_float32(fake):
+    parameters = {name: torch.nn.Parameter(torch.randn(8, 16)) for name in ("low", "wide", "idle")}
+    zero1 = Zero1(parameters, fake.data_group, low=frozenset({"low"}))
+    sums = dict.fromkeys(("low", "wide"), 0.0)
+    for number in range(20):
+        for name in sums:
+            parameters[name].grad = torch.randn(8, 16).to(parameters[name].dtype)
+            sums[name] = sums[name] + parameters[name].grad.float()
+        if number < 19:
+            zero1.keep_gradients()
+    zero1.reduce_gradients()
+    for name, p in zero1.updated.items():
+        assert torch.equal(p.grad, sums.get(name, torch.zeros(8, 16))), name

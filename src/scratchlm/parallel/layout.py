@@ -63,6 +63,17 @@ class Layout:
         """Say whether the next backward pass completes the gradients."""
         self.data.is_last_backward = is_last and self.tensor is None
 
+    def end_backward(self, is_last: bool) -> None:
+        """Put the gradients of a micro-batch aside, unless they are the last."""
+        if self.keeps_gradients and not is_last:
+            assert isinstance(self.data, Zero1)
+            self.data.keep_gradients()
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether micro-batches are added up here, in float32, not by autograd."""
+        return isinstance(self.data, Zero1) and bool(self.data.low) and self.tensor is None
+
     def reduce_gradients(self) -> None:
         """Add up the gradients of all ranks, each of what this rank updates."""
         if self.tensor is not None:

@@ -125,7 +125,8 @@ class Learner:
             self.recorded = RecordedBackward(
                 self.backward,
                 list(self.parameters.values()),
-                accumulates=(settings.micro_batch_size or self.rows) < self.rows,
+                accumulates=(settings.micro_batch_size or self.rows) < self.rows
+                and not (self.layout is not None and self.layout.keeps_gradients),
                 warn=warn,
             )
         elif self.layout is not None:
