@@ -22,9 +22,11 @@ from scratchlm import generate
 from scratchlm.checkpoint import TRAINING_STATE, checkpoint_path, read_tensors, write_sharded
 from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
+from scratchlm.model import TransformerLM
 from scratchlm.parallel.ranks import join_ranks
 from scratchlm.parallel.tensor import TensorParallel
 from scratchlm.training import Learner, TrainConfig, Watcher, build_model, take_step
+from scratchlm.training.learner import first_weights
 from tiny_models import PLAIN
 from training.tiny import MODEL as TINY
 from training.tiny import log_of, run_training
@@ -51,7 +53,7 @@ SEQ = 16
 
 
 @contextlib.contextmanager
-def world(size, tp=1, timeout=60):
+def world(size, tp=1, timeout=900):
     """Join the first `size` processes; the others get None."""
     port = next(PORTS)
     if size <= PROCESS:
@@ -75,7 +77,11 @@ def batch_of(step, seq=SEQ):
 
 def curve(settings, model, ranks=None, steps=6, seq=SEQ):
     """Train; return (loss, gradient norm) of each step, and the learner."""
-    learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
+    if ranks is not None and settings.has_collectives:  # as a run does it: without values, then cut
+        learner = Learner(TransformerLM(model, device="meta"), settings, ranks=ranks)
+        learner.fill(first_weights(model, 0))
+    else:
+        learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
     found = []
     for step in range(1, steps + 1):
         batch = batch_of(step, seq)
@@ -138,23 +144,29 @@ LONG_ONLY = {
 
 
 def curves(out, steps=6, left_out=frozenset()):
+    """Train each case on its ranks, those of one world together; then once more on one process."""
+    chosen = {name: case for name, case in CASES.items() if name not in left_out}
     found = {}
-    for name, (size, tp, model, more) in CASES.items():
-        if name in left_out:
-            continue
-        more = dict(more)
-        seq = more.pop("seq", SEQ)
-        settings = TrainConfig(steps=steps, batch_size=ROWS, warmup_steps=0, **more)
-        with world(size, tp) as ranks:
-            if ranks is None:
-                continue
-            together, _ = curve(replace(settings, tp=tp), MODELS[model], ranks, steps, seq)
-            if ranks.is_first:
-                # One process takes the same rows at a time, so that experts see the same.
-                rows = more.get("micro_batch_size", ROWS // ranks.data_size)
-                alone = replace(settings, parallel=None, micro_batch_size=rows)
-                found[name] = [curve(alone, MODELS[model], None, steps, seq)[0], together]
-    write(out, found)
+    for grid in dict.fromkeys(case[:2] for case in chosen.values()):
+        with world(*grid) as ranks:
+            for name, (*where, model, more) in chosen.items():
+                if ranks is not None and tuple(where) == grid:
+                    settings, seq = settings_of(more, steps, tp=grid[1])
+                    found[name], _ = curve(settings, MODELS[model], ranks, steps, seq)
+    write(out / "together.json", found)
+    alone = {}
+    for name, (size, tp, model, more) in list(chosen.items())[PROCESS :: int(os.environ["COUNT"])]:
+        # One process takes the same rows at a time, so that experts see the same.
+        rows = more.get("micro_batch_size", ROWS * tp // size)
+        settings, seq = settings_of({**more, "micro_batch_size": rows, "parallel": None}, steps)
+        alone[name], _ = curve(settings, MODELS[model], None, steps, seq)
+    (out / f"alone-{PROCESS}.json").write_text(json.dumps(alone))
+
+
+def settings_of(more, steps, **also):
+    given = {name: value for name, value in more.items() if name != "seq"}
+    settings = TrainConfig(steps=steps, batch_size=ROWS, warmup_steps=0, **given, **also)
+    return settings, more.get("seq", SEQ)
 
 
 def precision(out):
@@ -296,9 +308,9 @@ if __name__ == "__main__":
     work, out = sys.argv[1], Path(sys.argv[2])
     match work:
         case "curves":
-            curves(out / "found.json", 3, LONG_ONLY)
+            curves(out, 3, LONG_ONLY)
         case "long-curves":
-            curves(out / "found.json", steps=50)
+            curves(out, steps=50)
         case "small":
             precision(out / "precision.json")
             faults(out / "faults.json")

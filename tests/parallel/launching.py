@@ -30,6 +30,7 @@ def launch(ranks, work, out, *, worlds=1, timeout=600):
         "MASTER_ADDR": "127.0.0.1",
         "PORTS": ",".join(map(str, free_ports(worlds))),
         "OMP_NUM_THREADS": "1",
+        "COUNT": str(ranks),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "at_work.py"), work, str(out)]

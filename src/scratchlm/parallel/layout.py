@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.parallel.fsdp import FullyShard, first_row
+from scratchlm.parallel.fsdp import FullyShard, first_row, move_to
 from scratchlm.parallel.ranks import Ranks
 from scratchlm.parallel.rows import as_rows, boxes, local, units_of
 from scratchlm.parallel.tensor import Box, TensorParallel
@@ -46,7 +46,7 @@ class Layout:
         if kind != "zero1":
             self.data = FullyShard(model, ranks, low=low, per_machine=kind == "hsdp")
         else:
-            model.to(ranks.device)
+            move_to(model, ranks.device)
             read_low = (n for n, p in self.parameters.items() if low and is_read_low(n, p))
             self.data = Zero1(
                 self.parameters, ranks.data_group, low=frozenset(read_low), whole=uncut

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ from scratchlm.training.shares import Shares
 if TYPE_CHECKING:
     from scratchlm.parallel.layout import Layout
     from scratchlm.parallel.ranks import Ranks
+    from scratchlm.parallel.tensor import Box
 
 DROPOUT = 6  # the purpose a key is derived for
 
@@ -68,7 +69,10 @@ class Learner:
         warn: Callable[[str], None] = warnings.warn,
         ranks: Ranks | None = None,
     ) -> None:
-        """Make a model learn; with `ranks`, together with theirs."""
+        """Make a model learn; with `ranks`, together with theirs.
+
+        Those may be given a model on `meta`: each makes room for its part, and `fill` fills it.
+        """
         self.model, self.warn, self.ranks = model, warn, ranks
         self.config = model.config  # of the whole model
         self.device = next(model.parameters()).device if ranks is None else ranks.device
@@ -305,7 +309,7 @@ class Learner:
             keys.setdefault(name, []).append(key)
         state: dict[str, dict[str, Tensor]] = {}
         for name, p in self.layout.updated.items():
-            self._fill(path, MODEL, name, name, p.data)
+            self._place(name, p.data, self._reader(path, MODEL, name))
             for key in keys.get(name, ()):
                 state.setdefault(name, {})[key] = self._read(path, f"{key}.{name}", name, p)
         for optimizer in self.optimizers:
@@ -317,16 +321,32 @@ class Learner:
         if not shapes[stored]:  # one number
             return read_piece(path, stored, (), (), TRAINING_STATE, self.device)
         value = torch.zeros_like(p.data)
-        self._fill(path, TRAINING_STATE, stored, name, value)
+        self._place(name, value, self._reader(path, TRAINING_STATE, stored))
         return value
 
-    def _fill(self, path: Path, file: str, stored: str, name: str, value: Tensor) -> None:
+    def _reader(self, path: Path, file: str, stored: str) -> Callable[[Box], Tensor]:
+        return lambda box: read_piece(path, stored, box.offsets, box.lengths, file, self.device)
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take this rank's part of whole weights, which come one after the other."""
+        assert self.layout is not None
+        missing = set(self.layout.updated)
+        for name, whole in weights:
+            if name in self.layout.updated:
+                self._place(name, self.layout.updated[name].data, partial(_cut, name, whole))
+                missing.remove(name)
+        if missing:
+            raise ScratchLMError(f"the weights lack {', '.join(sorted(missing)[:3])}")
+        self.layout.share_weights()
+
+    def _place(self, name: str, value: Tensor, piece_of: Callable[[Box], Tensor]) -> None:
+        """Fill what belongs to this rank's part of a parameter, piece by piece."""
         assert self.layout is not None
         place = as_rows(local(value))
         begin = 0
         for box in self.layout.wanted(name):
-            piece = read_piece(path, stored, box.offsets, box.lengths, file, self.device)
-            rows = as_rows(piece)
+            rows = as_rows(piece_of(box))
             place[begin : begin + len(rows)].copy_(rows)
             begin += len(rows)
 
@@ -375,6 +395,27 @@ def build_model(
     model = TransformerLM(config, ops)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model.to(device)
+
+
+def first_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights `build_model` gives a model, whole, one module's after the other's.
+
+    What is not kept is gone: nobody needs room for all of them.
+    """
+    generator, model = torch.Generator().manual_seed(seed), TransformerLM(config, device="meta")
+    for place, module in model.named_modules():
+        if place and hasattr(module, "reset_parameters"):
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters(generator)
+            for name, p in module.named_parameters(place, recurse=False):
+                yield name, p.detach()
+            module.to_empty(device="meta", recurse=False)
+
+
+def _cut(name: str, whole: Tensor, box: Box) -> Tensor:
+    if tuple(whole.shape) != box.shape:
+        raise ScratchLMError(f"{name} must have the shape {box.shape}; got {tuple(whole.shape)}")
+    return box.of(whole).contiguous()
 
 
 def spread(model: TransformerLM, settings: TrainConfig, ranks: Ranks) -> Layout:
