@@ -37,6 +37,8 @@ class Layout:
         self.ranks, self.tensor = ranks, None
         if ranks.tensor_size > 1:
             self.tensor = TensorParallel(model, ranks)
+        if kind == "zero1":
+            move_to(model, ranks.device)  # what was on `meta` has other parameters then
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         uncut = frozenset(n for n, p in self.parameters.items() if whole(n, p))
         if uncut and (self.tensor is not None or kind != "zero1"):
@@ -46,7 +48,6 @@ class Layout:
         if kind != "zero1":
             self.data = FullyShard(model, ranks, low=low, per_machine=kind == "hsdp")
         else:
-            move_to(model, ranks.device)
             read_low = (n for n, p in self.parameters.items() if low and is_read_low(n, p))
             self.data = Zero1(
                 self.parameters, ranks.data_group, low=frozenset(read_low), whole=uncut

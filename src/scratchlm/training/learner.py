@@ -14,23 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial, reduce
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scratchlm import acceleration
-from scratchlm.checkpoint import MODEL, TRAINING_STATE, Piece, read_piece, tensor_shapes
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
 from scratchlm.data.permutation import derive_key
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
-from scratchlm.parallel.rows import as_rows, local
 from scratchlm.threads import share_cores
 from scratchlm.training.checks import check_applicable, check_ranks
 from scratchlm.training.means import (
@@ -53,7 +50,6 @@ from scratchlm.training.shares import Shares
 if TYPE_CHECKING:
     from scratchlm.parallel.layout import Layout
     from scratchlm.parallel.ranks import Ranks
-    from scratchlm.parallel.tensor import Box
 
 DROPOUT = 6  # the purpose a key is derived for
 
@@ -71,7 +67,7 @@ class Learner:
     ) -> None:
         """Make a model learn; with `ranks`, together with theirs.
 
-        Those may be given a model on `meta`: each makes room for its part, and `fill` fills it.
+        Those may be given a model on `meta`: each makes room for its part (`parts.py` fills it).
         """
         self.model, self.warn, self.ranks = model, warn, ranks
         self.config = model.config  # of the whole model
@@ -280,76 +276,6 @@ class Learner:
                     tensors[f"{key}.{name}"] = value
         return tensors
 
-    def model_pieces(self) -> dict[str, list[Piece]]:
-        """Return this rank's part of the weights."""
-        assert self.layout is not None
-        return {name: self._pieces(name, p.detach()) for name, p in self.layout.updated.items()}
-
-    def training_state_pieces(self) -> dict[str, list[Piece]]:
-        """Return this rank's part of what else the next step depends on."""
-        assert self.layout is not None
-        pieces: dict[str, list[Piece]] = {}
-        for optimizer in self.optimizers:
-            for name, p in self.layout.updated.items():
-                for key, value in optimizer.state.get(p, {}).items():
-                    pieces[f"{key}.{name}"] = self._pieces(name, value)
-        return pieces
-
-    def _pieces(self, name: str, value: Tensor) -> list[Piece]:
-        assert self.layout is not None
-        found = self.layout.boxes_of(name, value)
-        return [Piece(box.shape, box.offsets, tensor.detach()) for box, tensor in found]
-
-    def load_pieces(self, path: Path) -> None:
-        """Take up this rank's part of a checkpoint, however many ranks wrote it."""
-        assert self.layout is not None
-        keys: dict[str, list[str]] = {}
-        for full_name in tensor_shapes(path, TRAINING_STATE):
-            key, _, name = full_name.partition(".")
-            keys.setdefault(name, []).append(key)
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, p in self.layout.updated.items():
-            self._place(name, p.data, self._reader(path, MODEL, name))
-            for key in keys.get(name, ()):
-                state.setdefault(name, {})[key] = self._read(path, f"{key}.{name}", name, p)
-        for optimizer in self.optimizers:
-            _load_optimizer(optimizer, self.layout.updated, state)
-        self.layout.share_weights()
-
-    def _read(self, path: Path, stored: str, name: str, p: torch.nn.Parameter) -> Tensor:
-        shapes = tensor_shapes(path, TRAINING_STATE)
-        if not shapes[stored]:  # one number
-            return read_piece(path, stored, (), (), TRAINING_STATE, self.device)
-        value = torch.zeros_like(p.data)
-        self._place(name, value, self._reader(path, TRAINING_STATE, stored))
-        return value
-
-    def _reader(self, path: Path, file: str, stored: str) -> Callable[[Box], Tensor]:
-        return lambda box: read_piece(path, stored, box.offsets, box.lengths, file, self.device)
-
-    @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take this rank's part of whole weights, which come one after the other."""
-        assert self.layout is not None
-        missing = set(self.layout.updated)
-        for name, whole in weights:
-            if name in self.layout.updated:
-                self._place(name, self.layout.updated[name].data, partial(_cut, name, whole))
-                missing.remove(name)
-        if missing:
-            raise ScratchLMError(f"the weights lack {', '.join(sorted(missing)[:3])}")
-        self.layout.share_weights()
-
-    def _place(self, name: str, value: Tensor, piece_of: Callable[[Box], Tensor]) -> None:
-        """Fill what belongs to this rank's part of a parameter, piece by piece."""
-        assert self.layout is not None
-        place = as_rows(local(value))
-        begin = 0
-        for box in self.layout.wanted(name):
-            rows = as_rows(piece_of(box))
-            place[begin : begin + len(rows)].copy_(rows)
-            begin += len(rows)
-
     def load(self, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Take up what `model_tensors` and `training_state` returned."""
         by_name: dict[str, dict[str, Tensor]] = {}
@@ -364,7 +290,7 @@ class Learner:
                 self.average = {name: model[name].to(self.device) for name in self.average}
                 self._put({name: by_name[name].pop("raw") for name in self.parameters})
             for optimizer in self.optimizers:
-                _load_optimizer(optimizer, self.parameters, by_name)
+                load_optimizer(optimizer, self.parameters, by_name)
         except (KeyError, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise ScratchLMError(
@@ -372,11 +298,12 @@ class Learner:
             ) from None
 
 
-def _load_optimizer(
+def load_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, torch.nn.Parameter],
     by_name: dict[str, dict[str, Tensor]],
 ) -> None:
+    """Give an optimizer its state: parameter -> key -> tensor."""
     names = {id(p): name for name, p in parameters.items()}
     table = optimizer.state_dict()  # for its groups; their parameters are numbered in order
     order = [p for group in optimizer.param_groups for p in group["params"]]
@@ -395,27 +322,6 @@ def build_model(
     model = TransformerLM(config, ops)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model.to(device)
-
-
-def first_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights `build_model` gives a model, whole, one module's after the other's.
-
-    What is not kept is gone: nobody needs room for all of them.
-    """
-    generator, model = torch.Generator().manual_seed(seed), TransformerLM(config, device="meta")
-    for place, module in model.named_modules():
-        if place and hasattr(module, "reset_parameters"):
-            module.to_empty(device="cpu", recurse=False)
-            module.reset_parameters(generator)
-            for name, p in module.named_parameters(place, recurse=False):
-                yield name, p.detach()
-            module.to_empty(device="meta", recurse=False)
-
-
-def _cut(name: str, whole: Tensor, box: Box) -> Tensor:
-    if tuple(whole.shape) != box.shape:
-        raise ScratchLMError(f"{name} must have the shape {box.shape}; got {tuple(whole.shape)}")
-    return box.of(whole).contiguous()
 
 
 def spread(model: TransformerLM, settings: TrainConfig, ranks: Ranks) -> Layout:

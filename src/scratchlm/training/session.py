@@ -21,9 +21,10 @@ from scratchlm.data.examples import Examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
-from scratchlm.training.learner import Learner, build_model, first_weights
+from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
 from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
+from scratchlm.training.parts import fill, first_weights
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.throughput import Throughput, make_throughput
@@ -122,9 +123,7 @@ def run_plan(
             learner = Learner(model, settings, warn=tell, ranks=ranks)
             if is_cut:
                 drawn = first_weights(plan.model, settings.seed)
-                learner.fill(drawn if first is None else first.tensors.items())
-            if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
-                sample = run_tasks = None  # they need whole weights, in one type
+                fill(learner, drawn if first is None else first.tensors.items())
         else:
             files = open_examples(plan, known)
             prints = {name: examples.fingerprint for name, examples in files.items()}
