@@ -128,8 +128,10 @@ def run_plan(
             files = open_examples(plan, known)
             prints = {name: examples.fingerprint for name, examples in files.items()}
             model = build_tuned(plan, first, settings, device, ops)
-            learner = make_learner(model, settings, plan.tuning, tell)
+            learner = make_learner(model, settings, plan.tuning, tell, ranks)
             data = make_data(plan, settings, files, learner)
+        if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
+            sample = run_tasks = None  # they need whole weights, in one type
         run = stack.enter_context(
             Run(
                 directory,
