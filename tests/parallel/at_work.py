@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import sys
 from dataclasses import replace
@@ -20,13 +21,33 @@ from parallel.saved import ROWS, SAVED
 from scratchlm import config as c
 from scratchlm import generate
 from scratchlm.checkpoint import TRAINING_STATE, checkpoint_path, read_tensors, write_sharded
+from scratchlm.config.lora import LoRA
 from scratchlm.data import Batch
+from scratchlm.data.conversations import Example
+from scratchlm.data.examples import write_examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.parallel.ranks import join_ranks
 from scratchlm.parallel.tensor import TensorParallel
-from scratchlm.training import Learner, TrainConfig, Watcher, build_model, take_step
-from scratchlm.training.learner import first_weights
+from scratchlm.training import (
+    DataFiles,
+    Learner,
+    Plan,
+    Start,
+    TrainConfig,
+    Watcher,
+    build_model,
+    run_plan,
+    take_step,
+)
+from scratchlm.training.parts import (
+    fill,
+    first_weights,
+    load_pieces,
+    model_pieces,
+    training_state_pieces,
+)
+from scratchlm.training.tuning import Tuning
 from tiny_models import PLAIN
 from training.tiny import MODEL as TINY
 from training.tiny import log_of, run_training
@@ -79,7 +100,7 @@ def curve(settings, model, ranks=None, steps=6, seq=SEQ):
     """Train; return (loss, gradient norm) of each step, and the learner."""
     if ranks is not None and settings.has_collectives:  # as a run does it: without values, then cut
         learner = Learner(TransformerLM(model, device="meta"), settings, ranks=ranks)
-        learner.fill(first_weights(model, 0))
+        fill(learner, first_weights(model, 0))
     else:
         learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
     found = []
@@ -171,13 +192,13 @@ def settings_of(more, steps, **also):
 
 def precision(out):
     """Weights that products read are bfloat16 on both ranks, float32 where they are updated."""
-    settings = TrainConfig(steps=6, batch_size=ROWS, warmup_steps=0, precision="bf16-mixed")
-    found = {}
+    settings, found = TrainConfig(batch_size=ROWS, warmup_steps=0, precision="bf16-mixed"), {}
+    settings = replace(settings, steps=6, micro_batch_size=3)
     for kind in ("zero1", "fsdp"):
         with world(2) as ranks:
             together, learner = curve(replace(settings, parallel=kind), MODEL, ranks)
             if ranks.is_first:
-                alone, _ = curve(replace(settings, micro_batch_size=ROWS // 2), MODEL)
+                alone, _ = curve(settings, MODEL)
                 dtypes = {n: str(p.dtype) for n, p in learner.model.named_parameters()}
                 updated = {str(p.dtype) for p in learner.layout.updated.values()}
                 found[kind] = [alone, together, dtypes, sorted(updated)]
@@ -229,13 +250,13 @@ class StopAt(Watcher):
 def resave(directory, ranks, settings):
     """Read a checkpoint onto these ranks, write it again, return its hashes."""
     learner = Learner(build_model(TINY, 0, "cpu"), settings, ranks=ranks)
-    learner.load_pieces(checkpoint_path(directory, 4))
+    load_pieces(learner, checkpoint_path(directory, 4))
     path = directory / "again" / "step-00000004"
     write_sharded(
         path,
         exchange=ranks,
-        model=learner.model_pieces(),
-        training_state=learner.training_state_pieces(),
+        model=model_pieces(learner),
+        training_state=training_state_pieces(learner),
         config=TINY,
     )
     return hashes(path) if ranks.is_first else None
@@ -281,6 +302,39 @@ def faults(out):
     write(out, found)
 
 
+def tuning(out):
+    """Two ranks learn an adapter as one process does that takes half the rows at a time."""
+    folder, found = out.parent / "tuning", {}
+    files = [folder / f"{name}.examples" for name in ("train", "val")]
+    start = Start(build_model(TINY, 0, "cpu").state_dict(), (0,), folder, "base")
+    settings = replace(SAVED, steps=6, eval_every=3, row_length=8)
+    plan = Plan(TINY, settings, DataFiles(*files), start=folder, tuning=Tuning(LoRA(2)))
+    with world(2) as ranks:
+        if ranks.is_first:
+            folder.mkdir()
+            draw = random.Random(0)
+            rows = [[draw.randrange(12) for _ in range(draw.randrange(3, 8))] for _ in range(40)]
+            examples = [Example(ids, [False, *[True] * (len(ids) - 1)]) for ids in rows]
+            write_examples(files[0], examples, "t")
+            write_examples(files[1], examples[:9], "t")
+        ranks.from_first(None)
+        run_plan(folder / "two", plan, start=lambda: start, ranks=ranks)
+        for name, wrong in {
+            "pairs": replace(plan, tuning=Tuning(LoRA(2), packed=False, preference="dpo")),
+            "fsdp": replace(plan, train=replace(settings, parallel="fsdp")),
+        }.items():
+            try:
+                run_plan(folder / name, wrong, start=lambda: start, ranks=ranks)
+            except ScratchLMError as error:
+                found[name] = str(error)
+    if PROCESS == 0:
+        alone = replace(plan, train=replace(settings, micro_batch_size=ROWS // 2))
+        run_plan(folder / "one", alone, start=lambda: start)
+        for name in ("one", "two"):
+            found[name] = [log_of(folder / name), hashes(checkpoint_path(folder / name, 6))]
+    write(out, found)
+
+
 def generation(out):
     """All ranks make the same calls, and get what one process gets."""
     found = {}
@@ -307,15 +361,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     work, out = sys.argv[1], Path(sys.argv[2])
     match work:
-        case "curves":
-            curves(out, 3, LONG_ONLY)
         case "long-curves":
             curves(out, steps=50)
-        case "small":
-            precision(out / "precision.json")
-            faults(out / "faults.json")
-            generation(out / "generation.json")
         case "resumes":
-            resumes(out / "found.json")
-        case "few-resumes":
-            resumes(out / "found.json", ((2,), (1, 3)), ({},))
+            resumes(out / "resumes.json")
+        case "all":  # for four processes
+            curves(out, 3, LONG_ONLY)
+            resumes(out / "resumes.json", ((2,), (1, 3)), ({},))
+            if PROCESS < 2:
+                precision(out / "precision.json")
+                faults(out / "faults.json")
+                generation(out / "generation.json")
+                tuning(out / "tuning.json")

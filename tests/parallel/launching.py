@@ -1,9 +1,12 @@
 """Start ranks of this machine's CPU without `torchrun`: a launch costs seconds, so few and full."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -21,7 +24,7 @@ def free_ports(count):
 
 
 def launch(ranks, work, out, *, worlds=1, timeout=600):
-    """Run `at_work.py WORK OUT` as processes 0 … ranks − 1; fail with what the first one said.
+    """Run `at_work.py WORK OUT` as processes 0 … ranks − 1; fail with what one that failed said.
 
     They may form `worlds` worlds one after the other, each with a port of its own.
     """
@@ -34,21 +37,21 @@ def launch(ranks, work, out, *, worlds=1, timeout=600):
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "at_work.py"), work, str(out)]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**environment, "PROCESS": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=timeout)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0, text[-4000:]
-    return said
+    with contextlib.ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        started = []
+        for number, file in enumerate(said):
+            own = {**environment, "PROCESS": str(number)}
+            started.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
+            stack.callback(started[-1].wait)
+            stack.callback(started[-1].kill)
+        end = time.monotonic() + timeout
+        while any(process.poll() is None for process in started):
+            assert time.monotonic() < end, f"{work} took longer than {timeout} s"
+            if any(process.poll() for process in started):
+                break  # the others would wait for it
+            time.sleep(0.05)
+        for process, file in zip(started, said, strict=True):
+            if process.poll():
+                file.seek(0)
+                raise AssertionError(file.read()[-4000:])
