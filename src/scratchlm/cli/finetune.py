@@ -225,6 +225,7 @@ def _sampler(plan: Plan, length: int = 60) -> Sampler:
             tokenizer=tokenizer,
             max_new_tokens=min(length, plan.model.context_length - len(prompt)),
             sampling=GREEDY,
+            seed=step,  # of several ranks the first one answers
             eos_ids=set(ids[learns.nonzero()[0][-1:]].tolist()),
         )
         return [tokenizer.decode(prompt) + found[0].text]
