@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -13,14 +14,15 @@ HERE = Path(__file__).parent
 
 
 def free_ports(count):
-    """Find ports nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Find ports nobody listens on, below those that the system gives to connections: a world may
+    open its own minutes later.
+    """
+    ports = []
+    for port in random.sample(range(10_000, 32_000), 10 * count):
+        with socket.socket() as each, contextlib.suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports[:count]
 
 
 def launch(ranks, work, out, *, worlds=1, timeout=600):
