@@ -27,6 +27,7 @@ from scratchlm.data.conversations import Example
 from scratchlm.data.examples import write_examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
+from scratchlm.parallel import tensor
 from scratchlm.parallel.ranks import join_ranks
 from scratchlm.parallel.tensor import TensorParallel
 from scratchlm.training import (
@@ -71,6 +72,7 @@ MODELS = {
     "post-norm": MODEL.replace(norm_placement="post"),
 }
 SEQ = 16
+tensor.SLICE_ELEMENTS = 1_500  # several slices of logits, the last one shorter
 
 
 @contextlib.contextmanager
