@@ -369,7 +369,7 @@ if __name__ == "__main__":
             resumes(out / "resumes.json")
         case "all":  # for four processes
             curves(out, 3, LONG_ONLY)
-            resumes(out / "resumes.json", ((2,), (1, 3)), ({},))
+            resumes(out / "resumes.json", ((2,), (3,)))  # 3: the last has nothing to evaluate
             if PROCESS < 2:
                 precision(out / "precision.json")
                 faults(out / "faults.json")
