@@ -22,6 +22,7 @@ from scratchlm.accounting import (
 from scratchlm.accounting.collectives import NOT_COUNTED
 from scratchlm.accounting.machines import NETWORK, NODE
 from scratchlm.accounting.money import DEFAULT_MFU
+from scratchlm.accounting.projection import APART
 from scratchlm.accounting.verify import CANNOT_SEE
 from scratchlm.cli.account_output import plot_account, plot_summaries
 from scratchlm.cli.account_tables import human
@@ -125,7 +126,7 @@ def several_gpus() -> dict[str, str]:
     return {
         "plans": table(header, rows),
         "arithmetic": step.step.children[0].symbols,
-        "apart": "t_c + t_d + t_t",
+        "apart": APART.symbols(),
         "overlapped": step.overlapped.symbols,
         "not_counted": "\n".join(f"- **{what}**: {why}." for what, why in NOT_COUNTED.items()),
         "node": f"{NODE}",

@@ -220,6 +220,27 @@ def test_a_step_by_hand():
     assert found.share == pytest.approx((data + tensor) / (compute + data + tensor))
 
 
+def test_hsdp_is_fsdp_in_a_node_and_adds_shares_up_over_nodes():
+    inside, over = training(parallel="fsdp", gpus=8), training(parallel="hsdp", gpus=32)
+    assert memory(LLAMA, over) == memory(LLAMA, inside)
+    nodes = [made for made in collectives(LLAMA, over) if made.ranks == 4]
+    within = [made for made in collectives(LLAMA, over) if made.ranks == 8]
+    assert within == collectives(LLAMA, inside)
+    gradients = sum(made.bytes for made in within if made.kind == "reduce-scatter")
+    assert {made.kind for made in nodes} == {"all-reduce"}
+    assert sum(made.bytes for made in nodes) == gradients / 8
+    alone, four = (project(LLAMA, setup, H100, 0.5) for setup in (inside, over))
+    between = 2 * gradients / 8 * 3 / 4 / NETWORK  # each GPU through its own adapter
+    assert four.step.value == pytest.approx(alone.step.value + between)
+
+
+@pytest.mark.parametrize(("gpus", "tp", "shards"), [(6, 1, 6), (12, 1, 4), (64, 2, 4), (64, 16, 1)])
+def test_hsdp_takes_nodes_alike(gpus, tp, shards):
+    setup = training(parallel="hsdp", gpus=gpus, tp=tp)
+    assert setup.shards == shards
+    assert training(parallel="hsdp", gpus=6).exchange == "fsdp"  # on one node there is one copy
+
+
 @pytest.mark.parametrize("policy", ["attention", "ffn", "block"])
 def test_checkpointing_costs_the_flops_it_repeats(policy):
     execution = Execution("unfused", checkpointing=policy)
@@ -246,9 +267,9 @@ def test_one_gpu_has_no_projection():
 
 def test_plans_cut_layers_as_far_as_they_divide():
     found = plans(LLAMA, training(), H100, 0.5)
-    assert [plan.name for plan in found[:7]] == [
+    assert [plan.name for plan in found[:8]] == [
         *("zero1", "fsdp", "tp 8"),
-        *("zero1", "fsdp", "zero1 × tp 8", "fsdp × tp 8"),
+        *("zero1", "fsdp", "hsdp", "zero1 × tp 8", "fsdp × tp 8"),
     ]
     assert {plan.setup.tp for plan in plans(preset("gpt2-xl"), training(), H100, 0.5)} == {1}
     chosen = plans(LLAMA, training(gpus=2, tp=2), H100, 0.5)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import sys
 from dataclasses import replace
@@ -20,11 +21,34 @@ from parallel.saved import ROWS, SAVED
 from scratchlm import config as c
 from scratchlm import generate
 from scratchlm.checkpoint import TRAINING_STATE, checkpoint_path, read_tensors, write_sharded
+from scratchlm.config.lora import LoRA
 from scratchlm.data import Batch
+from scratchlm.data.conversations import Example
+from scratchlm.data.examples import write_examples
 from scratchlm.errors import ScratchLMError
+from scratchlm.model import TransformerLM
+from scratchlm.parallel import tensor
 from scratchlm.parallel.ranks import join_ranks
 from scratchlm.parallel.tensor import TensorParallel
-from scratchlm.training import Learner, TrainConfig, Watcher, build_model, take_step
+from scratchlm.training import (
+    DataFiles,
+    Learner,
+    Plan,
+    Start,
+    TrainConfig,
+    Watcher,
+    build_model,
+    run_plan,
+    take_step,
+)
+from scratchlm.training.parts import (
+    fill,
+    first_weights,
+    load_pieces,
+    model_pieces,
+    training_state_pieces,
+)
+from scratchlm.training.tuning import Tuning
 from tiny_models import PLAIN
 from training.tiny import MODEL as TINY
 from training.tiny import log_of, run_training
@@ -48,10 +72,11 @@ MODELS = {
     "post-norm": MODEL.replace(norm_placement="post"),
 }
 SEQ = 16
+tensor.SLICE_ELEMENTS = 1_500  # several slices of logits, the last one shorter
 
 
 @contextlib.contextmanager
-def world(size, tp=1, timeout=60):
+def world(size, tp=1, timeout=900):
     """Join the first `size` processes; the others get None."""
     port = next(PORTS)
     if size <= PROCESS:
@@ -75,7 +100,11 @@ def batch_of(step, seq=SEQ):
 
 def curve(settings, model, ranks=None, steps=6, seq=SEQ):
     """Train; return (loss, gradient norm) of each step, and the learner."""
-    learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
+    if ranks is not None and settings.has_collectives:  # as a run does it: without values, then cut
+        learner = Learner(TransformerLM(model, device="meta"), settings, ranks=ranks)
+        fill(learner, first_weights(model, 0))
+    else:
+        learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
     found = []
     for step in range(1, steps + 1):
         batch = batch_of(step, seq)
@@ -138,34 +167,40 @@ LONG_ONLY = {
 
 
 def curves(out, steps=6, left_out=frozenset()):
+    """Train each case on its ranks, those of one world together; then once more on one process."""
+    chosen = {name: case for name, case in CASES.items() if name not in left_out}
     found = {}
-    for name, (size, tp, model, more) in CASES.items():
-        if name in left_out:
-            continue
-        more = dict(more)
-        seq = more.pop("seq", SEQ)
-        settings = TrainConfig(steps=steps, batch_size=ROWS, warmup_steps=0, **more)
-        with world(size, tp) as ranks:
-            if ranks is None:
-                continue
-            together, _ = curve(replace(settings, tp=tp), MODELS[model], ranks, steps, seq)
-            if ranks.is_first:
-                # One process takes the same rows at a time, so that experts see the same.
-                rows = more.get("micro_batch_size", ROWS // ranks.data_size)
-                alone = replace(settings, parallel=None, micro_batch_size=rows)
-                found[name] = [curve(alone, MODELS[model], None, steps, seq)[0], together]
-    write(out, found)
+    for grid in dict.fromkeys(case[:2] for case in chosen.values()):
+        with world(*grid) as ranks:
+            for name, (*where, model, more) in chosen.items():
+                if ranks is not None and tuple(where) == grid:
+                    settings, seq = settings_of(more, steps, tp=grid[1])
+                    found[name], _ = curve(settings, MODELS[model], ranks, steps, seq)
+    write(out / "together.json", found)
+    alone = {}
+    for name, (size, tp, model, more) in list(chosen.items())[PROCESS :: int(os.environ["COUNT"])]:
+        # One process takes the same rows at a time, so that experts see the same.
+        rows = more.get("micro_batch_size", ROWS * tp // size)
+        settings, seq = settings_of({**more, "micro_batch_size": rows, "parallel": None}, steps)
+        alone[name], _ = curve(settings, MODELS[model], None, steps, seq)
+    (out / f"alone-{PROCESS}.json").write_text(json.dumps(alone))
+
+
+def settings_of(more, steps, **also):
+    given = {name: value for name, value in more.items() if name != "seq"}
+    settings = TrainConfig(steps=steps, batch_size=ROWS, warmup_steps=0, **given, **also)
+    return settings, more.get("seq", SEQ)
 
 
 def precision(out):
     """Weights that products read are bfloat16 on both ranks, float32 where they are updated."""
-    settings = TrainConfig(steps=6, batch_size=ROWS, warmup_steps=0, precision="bf16-mixed")
-    found = {}
+    settings, found = TrainConfig(batch_size=ROWS, warmup_steps=0, precision="bf16-mixed"), {}
+    settings = replace(settings, steps=6, micro_batch_size=3)
     for kind in ("zero1", "fsdp"):
         with world(2) as ranks:
             together, learner = curve(replace(settings, parallel=kind), MODEL, ranks)
             if ranks.is_first:
-                alone, _ = curve(replace(settings, micro_batch_size=ROWS // 2), MODEL)
+                alone, _ = curve(settings, MODEL)
                 dtypes = {n: str(p.dtype) for n, p in learner.model.named_parameters()}
                 updated = {str(p.dtype) for p in learner.layout.updated.values()}
                 found[kind] = [alone, together, dtypes, sorted(updated)]
@@ -217,13 +252,13 @@ class StopAt(Watcher):
 def resave(directory, ranks, settings):
     """Read a checkpoint onto these ranks, write it again, return its hashes."""
     learner = Learner(build_model(TINY, 0, "cpu"), settings, ranks=ranks)
-    learner.load_pieces(checkpoint_path(directory, 4))
+    load_pieces(learner, checkpoint_path(directory, 4))
     path = directory / "again" / "step-00000004"
     write_sharded(
         path,
         exchange=ranks,
-        model=learner.model_pieces(),
-        training_state=learner.training_state_pieces(),
+        model=model_pieces(learner),
+        training_state=training_state_pieces(learner),
         config=TINY,
     )
     return hashes(path) if ranks.is_first else None
@@ -269,6 +304,39 @@ def faults(out):
     write(out, found)
 
 
+def tuning(out):
+    """Two ranks learn an adapter as one process does that takes half the rows at a time."""
+    folder, found = out.parent / "tuning", {}
+    files = [folder / f"{name}.examples" for name in ("train", "val")]
+    start = Start(build_model(TINY, 0, "cpu").state_dict(), (0,), folder, "base")
+    settings = replace(SAVED, steps=6, eval_every=3, row_length=8)
+    plan = Plan(TINY, settings, DataFiles(*files), start=folder, tuning=Tuning(LoRA(2)))
+    with world(2) as ranks:
+        if ranks.is_first:
+            folder.mkdir()
+            draw = random.Random(0)
+            rows = [[draw.randrange(12) for _ in range(draw.randrange(3, 8))] for _ in range(40)]
+            examples = [Example(ids, [False, *[True] * (len(ids) - 1)]) for ids in rows]
+            write_examples(files[0], examples, "t")
+            write_examples(files[1], examples[:9], "t")
+        ranks.from_first(None)
+        run_plan(folder / "two", plan, start=lambda: start, ranks=ranks)
+        for name, wrong in {
+            "pairs": replace(plan, tuning=Tuning(LoRA(2), packed=False, preference="dpo")),
+            "fsdp": replace(plan, train=replace(settings, parallel="fsdp")),
+        }.items():
+            try:
+                run_plan(folder / name, wrong, start=lambda: start, ranks=ranks)
+            except ScratchLMError as error:
+                found[name] = str(error)
+    if PROCESS == 0:
+        alone = replace(plan, train=replace(settings, micro_batch_size=ROWS // 2))
+        run_plan(folder / "one", alone, start=lambda: start)
+        for name in ("one", "two"):
+            found[name] = [log_of(folder / name), hashes(checkpoint_path(folder / name, 6))]
+    write(out, found)
+
+
 def generation(out):
     """All ranks make the same calls, and get what one process gets."""
     found = {}
@@ -295,15 +363,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     work, out = sys.argv[1], Path(sys.argv[2])
     match work:
-        case "curves":
-            curves(out / "found.json", 3, LONG_ONLY)
         case "long-curves":
-            curves(out / "found.json", steps=50)
-        case "small":
-            precision(out / "precision.json")
-            faults(out / "faults.json")
-            generation(out / "generation.json")
+            curves(out, steps=50)
         case "resumes":
-            resumes(out / "found.json")
-        case "few-resumes":
-            resumes(out / "found.json", ((2,), (1, 3)), ({},))
+            resumes(out / "resumes.json")
+        case "all":  # for four processes
+            curves(out, 3, LONG_ONLY)
+            resumes(out / "resumes.json", ((2,), (3,)))  # 3: the last has nothing to evaluate
+            if PROCESS < 2:
+                precision(out / "precision.json")
+                faults(out / "faults.json")
+                generation(out / "generation.json")
+                tuning(out / "tuning.json")

@@ -11,6 +11,7 @@ from scratchlm.config import Attention, ModelConfig, MoE
 from scratchlm.data import Batch
 from scratchlm.parallel import rows
 from scratchlm.parallel.ranks import Ranks
+from scratchlm.parallel.zero1 import Zero1
 from scratchlm.training import Learner, TrainConfig, build_model
 from scratchlm.training.step import backward
 
@@ -19,9 +20,9 @@ MODELS = {
     "plain": TINY,
     "tied": TINY.replace(tie_embeddings=True),
     "normed heads": TINY.replace(attention=Attention(qk_norm=True)),
-    "experts": TINY.replace(ffn=MoE(4, 2)),
+    "experts": TINY.replace(ffn=MoE(8, 2)),
 }
-ROWS = 32
+ROWS = 128
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -45,12 +46,12 @@ class CollectiveCounter(TorchDispatchMode):
 
 @pytest.fixture
 def fake(request):
-    """Return the first of some ranks, (data, tensor)."""
+    """Return the first of some ranks, (data, tensor), on machines of 8."""
     grid = request.param
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid[0] * grid[1])
     mesh = dist.init_device_mesh("cpu", grid, mesh_dim_names=("data", "tensor"))
     device = torch.device("cpu")
-    yield Ranks(0, mesh.size(), device, mesh, dist.group.WORLD, dist.HashStore(), 1.0)
+    yield Ranks(0, mesh.size(), device, mesh, dist.group.WORLD, dist.HashStore(), 1.0, 8)
     dist.destroy_process_group()
 
 
@@ -63,7 +64,7 @@ def sent(ranks, config, settings, seq):
         backward(learner, Batch(mine, mine))
         learner.layout.reduce_gradients()
         learner.layout.share_weights()
-    least = 4 * 4 * config.d_model  # bytes of a router's gradient, which is not counted
+    least = 4 * 8 * config.d_model  # bytes of a router's gradient, which is not counted
     return {kind: [n for n in sizes if n > least] for kind, sizes in counter.payloads.items()}
 
 
@@ -77,6 +78,8 @@ def sent(ranks, config, settings, seq):
         ((1, 2), "tp", 1, 32),
         ((1, 2), "tp", 2, 31),
         ((2, 2), "fsdp", 1, 32),
+        ((16, 1), "hsdp", 2, 32),
+        ((8, 2), "hsdp", 1, 32),
     ],
     indirect=["fake"],
 )
@@ -87,7 +90,7 @@ def test_the_account_predicts_what_ranks_send(fake, kind, micro, seq, model, mon
     settings = TrainConfig(
         batch_size=ROWS,
         micro_batch_size=rows_each // micro,
-        parallel="fsdp" if kind == "fsdp" else None,
+        parallel=kind if kind in ("fsdp", "hsdp") else None,
         tp=tensor,
     )
     found = sent(fake, config, settings, seq)
@@ -108,3 +111,19 @@ def test_the_account_predicts_what_ranks_send(fake, kind, micro, seq, model, mon
             assert len(sizes) == sum(made.count for made in expected), what
         # what ranks hold is padded to the longest share
         assert sum(sizes) == pytest.approx(sum(made.bytes for made in expected), rel=0.02), what
+
+
+@pytest.mark.parametrize("fake", [(1, 1)], indirect=True)
+def test_micro_batches_of_bfloat16_gradients_are_added_up_in_float32(fake):
+    parameters = {name: torch.nn.Parameter(torch.randn(8, 16)) for name in ("low", "wide", "idle")}
+    zero1 = Zero1(parameters, fake.data_group, low=frozenset({"low"}))
+    sums = dict.fromkeys(("low", "wide"), 0.0)
+    for number in range(20):
+        for name in sums:
+            parameters[name].grad = torch.randn(8, 16).to(parameters[name].dtype)
+            sums[name] = sums[name] + parameters[name].grad.float()
+        if number < 19:
+            zero1.keep_gradients()
+    zero1.reduce_gradients()
+    for name, p in zero1.updated.items():
+        assert torch.equal(p.grad, sums.get(name, torch.zeros(8, 16))), name

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scratchlm.checkpoint import find_checkpoints
+from scratchlm.cli import main
 from scratchlm.parallel.launch import without_gpus
 from training.tiny import write_data
 
@@ -63,10 +65,18 @@ def log_of(out):
 
 
 def one_process(out, data, steps):
+    """Train without ranks, in this process, whose torch is there already."""
     words = [*command(out, data, steps), "train.micro_batch_size=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    made = subprocess.run([sys.executable, "-m", "scratchlm", *words], env=environment, check=True)
-    assert made.returncode == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["scratchlm", *words])
+            with pytest.raises(SystemExit) as ended:
+                main()
+    finally:
+        torch.set_num_threads(threads)
+    assert ended.value.code == 0
     return log_of(out)
 
 

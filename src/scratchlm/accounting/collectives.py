@@ -11,6 +11,7 @@ Among data-parallel ranks (R = G_d):
     ddp     once an update: gradients all-reduced
     fsdp    in every micro-batch: each block gathered going forward and going back, its gradients
             reduced and scattered; the ends (embedding, final norm, LM head) gathered once
+    hsdp    the same among the R ranks of a node; what each then has is all-reduced over nodes
 
 Among tensor-parallel ranks (R = G_t), in every micro-batch: each half of a layer gathers the
 sequence for its products and scatters their sum; going back the same. Where the sequence does not
@@ -22,7 +23,7 @@ buckets or slices, is not counted. Nor are the collectives named in `NOT_COUNTED
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scratchlm.accounting.expr import Expr, Num, lift
 from scratchlm.accounting.items import Node, group, leaf
@@ -31,11 +32,13 @@ from scratchlm.accounting.ranks import COMPUTE_COPY
 from scratchlm.accounting.setup import Setup
 from scratchlm.accounting.symbols import (
     B,
+    G_c,
     G_d,
     G_t,
     L,
     N_all,
     N_layer,
+    R,
     S,
     b_a,
     b_g,
@@ -128,15 +131,22 @@ def _among_data_ranks(exchange: str) -> list[Exchange]:
         ]
     if exchange == "ddp":
         return [of("gradients", ALL_REDUCE, 1, b_g * N_all)]
+    if exchange not in ("fsdp", "hsdp"):
+        return []
+    shared = [
+        of("blocks, forward", ALL_GATHER, m * L, b_a * N_layer),
+        of("ends", ALL_GATHER, m, b_w * ends),
+        of("blocks, backward", ALL_GATHER, m * L, b_a * N_layer),
+        of("block gradients", REDUCE_SCATTER, m * L, b_g * N_layer),
+        of("end gradients", REDUCE_SCATTER, m, b_g * ends),
+    ]
     if exchange == "fsdp":
-        return [
-            of("blocks, forward", ALL_GATHER, m * L, b_a * N_layer),
-            of("ends", ALL_GATHER, m, b_w * ends),
-            of("blocks, backward", ALL_GATHER, m * L, b_a * N_layer),
-            of("block gradients", REDUCE_SCATTER, m * L, b_g * N_layer),
-            of("end gradients", REDUCE_SCATTER, m, b_g * ends),
-        ]
-    return []
+        return shared
+    return [
+        *(replace(part, ranks=R) for part in shared),
+        Exchange("block gradients, over nodes", ALL_REDUCE, G_c, m * L, b_g * N_layer / R),
+        Exchange("end gradients, over nodes", ALL_REDUCE, G_c, lift(m), b_g * ends / R),
+    ]
 
 
 def _among_tensor_ranks(sequence: bool) -> list[Exchange]:
@@ -170,7 +180,12 @@ def communication_tree(exchange: str, tensor: bool, sequence: bool) -> Node:
     """Return the bytes one GPU sends in a step, as a tree of formulas."""
     groups = []
     parts = exchanges(exchange, tensor, sequence)
-    for name, ranks in (("data-parallel ranks", G_d), ("tensor-parallel ranks", G_t)):
+    for name, ranks in (
+        ("data-parallel ranks", G_d),
+        ("data-parallel ranks of the node", R),
+        ("other nodes", G_c),
+        ("tensor-parallel ranks", G_t),
+    ):
         among = [
             leaf(part.name, part.moved, note=f"{part.kind}, {part.count.symbols()} times")
             for part in parts

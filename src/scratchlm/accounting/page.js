@@ -291,12 +291,14 @@ function drawParallel({ projection, env }, choices) {
   $("several").hidden = projection === null || env.G === 1n;
   if ($("several").hidden) return;
   const { sent, step, overlapped, tokens, tokensOverlapped, share } = projection;
-  const rates = [[env.G_d, projection.dataRate, "data"], [env.G_t, projection.tensorRate, "tensor"]]
-    .filter(([ranks]) => ranks > 1n)
-    .map(([, rate, name]) => `${general(Number(rate) / 1e9, 4)} GB/s among ${name}-parallel ranks`);
+  const rates = sent.children.map(({ name }) => {
+    const { dataRate, nodeRate, tensorRate } = projection;
+    const rate = name.includes("nodes") ? nodeRate : name.includes("tensor") ? tensorRate : dataRate;
+    return `${general(Number(rate) / 1e9, 4)} GB/s ${name}`;
+  });
   const rows = [
     ...step.children.filter((part) => Number(part.value)).map((part) => [part.name, secondsText(Number(part.value)), part]),
-    ["a step, nothing overlaps", secondsText(Number(step.value)), { symbols: "t_c + t_d + t_t", numbers: step.numbers }],
+    ["a step, nothing overlaps", secondsText(Number(step.value)), { symbols: "t_c + t_d + t_n + t_t", numbers: step.numbers }],
     ["a step, all that can overlaps", secondsText(Number(overlapped.value)), overlapped],
     ["tokens/s, nothing overlaps", fixed(tokens.value, 0), tokens],
     ["tokens/s, all that can overlaps", fixed(tokensOverlapped.value, 0), tokensOverlapped],

@@ -157,7 +157,8 @@ function environment(sizes, choices) {
   const env = { ...sizes };
   for (const [name, bytes] of Object.entries(DATA.precisions[choices.dtype])) env[name] = BigInt(bytes);
   env.G_d = env.G / env.G_t;
-  env.R = ["zero1", "fsdp"].includes(exchangeOf(env, choices)) ? env.G_d : 1n;
+  env.R = shardsOf(env, choices);
+  env.G_c = env.G_d / env.R;
   env.S_r = valueOf(DATA.sequence_share, env);
   env.N = valueOf(variantOf(choices).N, env);
   env.F_peak = read(machine.peaks[choices.dtype]);
@@ -167,9 +168,21 @@ function environment(sizes, choices) {
 
 // How data-parallel ranks share the state.
 function exchangeOf(env, choices) {
+  if (choices.parallel === "hsdp" && shardsOf(env, choices) === env.G_d) return "fsdp"; // one node
   const alone = choices.parallel === "zero1" && env.G_d === 1n;
   return alone || choices.parallel === "tp" ? "none" : choices.parallel;
 }
+
+// Ranks that the state is split over: with hsdp those of one node, in nodes alike.
+function shardsOf(env, choices) {
+  if (choices.parallel === "hsdp") {
+    const inside = BigInt(DATA.projection.node) / env.G_t || 1n;
+    return env.G_d <= inside ? env.G_d : gcd(env.G_d, inside);
+  }
+  return ["zero1", "fsdp"].includes(exchangeOf(env, choices)) ? env.G_d : 1n;
+}
+
+const gcd = (a, b) => (b === 0n ? a : gcd(b, a % b));
 
 // The symbols of one rank: its share of what tensor parallelism divides.
 function rankOf(env, choices) {
@@ -201,7 +214,7 @@ function momentsOf(rank, choices) {
 function memoryOf(env, choices) {
   const rank = rankOf(env, choices);
   const { trees, moments, peak } = momentsOf(rank, choices);
-  const shards = choices.parallel === "fsdp" ? "fsdp" : "whole";
+  const shards = ["fsdp", "hsdp"].includes(choices.parallel) ? "fsdp" : "whole";
   return {
     training: evaluate(trees[peak], rank, choices),
     moments,

@@ -49,7 +49,7 @@ from scratchlm.config import ModelConfig, MoE, SwiGLU, to_dict
 
 _FUSED = ("fused", "unfused")
 _STEPS = tuple(phase for phase in PHASES if phase not in GENERATION_STEPS)
-_EXCHANGES = ("none", "zero1", "fsdp", "ddp")
+_EXCHANGES = ("none", "zero1", "fsdp", "hsdp", "ddp")
 _ONE = Num(1)
 SUGGESTED_TOKENS = TOKENS_PER_PARAMETER * N
 

@@ -8,11 +8,12 @@ function ringRate(link, group, inNode) {
 }
 
 function ratesOf(env, choices) {
-  if (choices.link !== null) return [choices.link * 1e9, choices.link * 1e9];
+  if (choices.link !== null) return [0, 0, 0].map(() => choices.link * 1e9);
   const link = read(DATA.machines[choices.gpu].link);
   const node = BigInt(DATA.projection.node);
   const share = node / env.G_t || 1n; // data-parallel ranks in a node
-  return [ringRate(link, env.G_d, share), ringRate(link, env.G_t, node)];
+  const ring = exchangeOf(env, choices) === "hsdp" ? env.R : env.G_d;
+  return [ringRate(link, ring, share), ringRate(link, 2n, 1n), ringRate(link, env.G_t, node)];
 }
 
 const hasLink = (choices) => choices.link !== null || DATA.machines[choices.gpu].link !== null;
@@ -25,12 +26,13 @@ function projectionOf(env, choices) {
   const divides = env.S % env.G_t === 0n ? "divides" : "does not";
   const [full, again] = P.flops[`${choices.ffn}/${choices.checkpointing}`];
   const rank = rankOf(env, choices);
-  [rank.W_d, rank.W_t] = ratesOf(env, choices);
+  [rank.W_d, rank.W_n, rank.W_t] = ratesOf(env, choices);
   rank.F_step = nodeValue(full, env, choices);
   rank.F_again = again.map((node) => nodeValue(node, env, choices)).reduce(add, 0n);
   const sent = evaluate(P.sent[`${exchange}/${cut}/${divides}`], rank, choices);
   const to = (name) => sent.children.find((child) => child.name.includes(name))?.value ?? 0n;
   rank.X_d = to("data");
+  rank.X_n = to("nodes");
   rank.X_t = to("tensor");
   const here = bind(P.seconds, rank);
   const step = evaluate(P.step, here, choices);
@@ -42,6 +44,7 @@ function projectionOf(env, choices) {
     tokensOverlapped: evaluate(P.tokens_overlapped, here, choices),
     share: 1 - Number(step.children[0].value) / Number(step.value),
     dataRate: rank.W_d,
+    nodeRate: rank.W_n,
     tensorRate: rank.W_t,
     env: here,
   };
@@ -60,6 +63,7 @@ function plansOf(sizes, choices) {
   const room = read(DATA.machines[choices.gpu].memory);
   return DATA.projection.gpu_counts.map(BigInt).flatMap((G) => {
     const ways = [["zero1", 1n], ["fsdp", 1n]];
+    if (G > BigInt(DATA.projection.node)) ways.push(["hsdp", 1n]);
     if (cut > 1n && G % cut === 0n) ways.push(...(G === cut ? [["tp", cut]] : [["zero1", cut], ["fsdp", cut]]));
     return ways.map(([parallel, G_t]) => {
       const way = { ...choices, parallel };

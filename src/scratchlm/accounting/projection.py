@@ -2,9 +2,9 @@
 
     arithmetic            t_c = m·(F_step + F_again) / (G_t·u·F_peak)
     communication         t_d = X_d / W_d among data-parallel ranks, t_t = X_t / W_t among
-                          tensor-parallel ones
-    nothing overlaps      t_c + t_d + t_t
-    all that can overlaps max(t_c, t_d) + t_t: a layer waits for its tensor-parallel sums, whereas
+                          tensor-parallel ones; with hsdp also t_n = X_n / W_n between nodes
+    nothing overlaps      t_c + t_d + t_n + t_t
+    all that can overlaps max(t_c, t_d + t_n) + t_t: a layer waits for its tensor-parallel sums;
                           weights and gradients can travel behind the arithmetic of other layers
     tokens/s              G_d·m·B·S / seconds
 
@@ -36,12 +36,15 @@ from scratchlm.accounting.symbols import (
     G_t,
     S,
     W_d,
+    W_n,
     W_t,
     X_d,
+    X_n,
     X_t,
     m,
     t_c,
     t_d,
+    t_n,
     t_t,
     u,
 )
@@ -51,6 +54,7 @@ GPU_COUNTS = tuple(8 * 2**n for n in range(8))  # 8 … 1,024
 SECONDS: dict[str, Expr] = {
     "t_c": m * (F_step + F_again) / (G_t * u * F_peak),
     "t_d": X_d / W_d,
+    "t_n": X_n / W_n,
     "t_t": X_t / W_t,
 }
 STEP: Node = group(
@@ -58,15 +62,16 @@ STEP: Node = group(
     [
         leaf("arithmetic", SECONDS["t_c"]),
         leaf("data-parallel communication", SECONDS["t_d"]),
+        leaf("communication between nodes", SECONDS["t_n"]),
         leaf("tensor-parallel communication", SECONDS["t_t"]),
     ],
     "s",
 )
-OVERLAPPED: Node = leaf("all that can overlaps", largest(t_c, t_d) + t_t, "s")
-TOKENS: Node = leaf("nothing overlaps", G_d * m * B * S / (t_c + t_d + t_t), "tokens/s")
-TOKENS_OVERLAPPED: Node = leaf(
-    "all that can overlaps", G_d * m * B * S / (largest(t_c, t_d) + t_t), "tokens/s"
-)
+APART = t_c + t_d + t_n + t_t  # seconds, nothing overlaps
+TOGETHER = largest(t_c, t_d + t_n) + t_t
+OVERLAPPED: Node = leaf("all that can overlaps", TOGETHER, "s")
+TOKENS: Node = leaf("nothing overlaps", G_d * m * B * S / APART, "tokens/s")
+TOKENS_OVERLAPPED: Node = leaf("all that can overlaps", G_d * m * B * S / TOGETHER, "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Projection:
     gpus: int
     mfu: float  # of one GPU alone
     data_rate: float  # bytes/s in a ring of data-parallel ranks
+    node_rate: float  # between nodes
     tensor_rate: float
     collectives: tuple[Collective, ...]
     sent: Item  # bytes of one GPU, by collective
@@ -105,26 +111,32 @@ def project(
     known = machine.link if link is None else link
     if known is None:
         return None
-    data, tensor = (known, known) if link is not None else _rates(known, setup)
+    rates = (known,) * 3 if link is not None else _rates(known, setup)
     env = projection_bindings(config, setup)
-    env |= {"u": mfu, "F_peak": machine.peak(setup.precision), "W_d": data, "W_t": tensor}
+    env |= {"u": mfu, "F_peak": machine.peak(setup.precision)}
+    env |= dict(zip(("W_d", "W_n", "W_t"), rates, strict=True))
     found = tuple(collectives(config, setup))
     sent = evaluate(_communication(config, setup), env)
-    parts = {"X_d": "to data-parallel ranks", "X_t": "to tensor-parallel ranks"}
+    parts = {"X_d": "to data-parallel ranks", "X_n": "to other nodes"}
+    parts["X_t"] = "to tensor-parallel ranks"
     env |= {
-        symbol: sum(child.value for child in sent.children if child.name == name)
+        symbol: sum(child.value for child in sent.children if child.name.startswith(name))
         for symbol, name in parts.items()
     }
     env |= {name: formula.value(env) for name, formula in SECONDS.items()}
     steps = [evaluate(node, env) for node in (STEP, OVERLAPPED, TOKENS, TOKENS_OVERLAPPED)]
-    return Projection(machine.name, setup.gpus, mfu, data, tensor, found, sent, *steps)
+    return Projection(machine.name, setup.gpus, mfu, *rates, found, sent, *steps)
 
 
-def _rates(link: float, setup: Setup) -> tuple[float, float]:
-    """Return the bytes/s in a ring of data-parallel ranks, and of tensor-parallel ones."""
+def _rates(link: float, setup: Setup) -> tuple[float, float, float]:
+    """Return the bytes/s in a ring of data-parallel ranks, of nodes, and of tensor-parallel ranks.
+
+    With hsdp every GPU of a node is in a ring of its own over the nodes, through its own adapter.
+    """
     ranks = setup.tensor_ranks
-    data = ring_rate(link, setup.data_ranks, max(1, NODE // ranks))
-    return data, ring_rate(link, ranks, NODE)
+    ring = setup.shards if setup.exchange == "hsdp" else setup.data_ranks
+    data = ring_rate(link, ring, max(1, NODE // ranks))
+    return data, ring_rate(link, 2, 1), ring_rate(link, ranks, NODE)
 
 
 def _communication(config: ModelConfig, setup: Setup) -> Node:
@@ -196,7 +208,7 @@ def plans(
     found = []
     tensor = setup.tp if setup.tp is not None and setup.tp > 1 else widest_cut(config)
     for gpus in counts:
-        ways = [("zero1", 1), ("fsdp", 1)]
+        ways = [("zero1", 1), ("fsdp", 1), *([("hsdp", 1)] if gpus > NODE else [])]
         if tensor > 1 and gpus % tensor == 0:
             alone = gpus == tensor
             ways += [("tp", tensor)] if alone else [("zero1", tensor), ("fsdp", tensor)]

@@ -4,6 +4,7 @@
     zero1  the weights as products read them and the gradients, whole; of float32 weights and
            moments one of R shares, and that share of the reduced gradients at the update
     fsdp   of weights, gradients and moments one of R shares; two blocks gathered at a time
+    hsdp   the same, R being the ranks of one node
     tp     heads, d_ff and vocabulary divided by G_t, and the sequence of norms and
            residuals where it divides: the same formulas with smaller numbers
 
@@ -54,7 +55,7 @@ def divided_sizes(config: ModelConfig) -> dict[str, str]:
 
 def as_executed(setup: Setup) -> Setup:
     """Return the setup with what its products read their weights from."""
-    how = {"zero1": "kept", "fsdp": "gathered"}.get(setup.exchange)
+    how = {"zero1": "kept", "fsdp": "gathered", "hsdp": "gathered"}.get(setup.exchange)
     if how is None:
         return setup
     return replace(setup, execution=replace(setup.execution, weights=how))
@@ -62,7 +63,7 @@ def as_executed(setup: Setup) -> Setup:
 
 def split(setup: Setup) -> Expr:
     """Return how many ranks weights and gradients are divided among."""
-    return R if setup.exchange == "fsdp" else Num(1)
+    return R if setup.exchange in ("fsdp", "hsdp") else Num(1)
 
 
 def weights(setup: Setup) -> Node:
@@ -81,7 +82,7 @@ def parallel_buffers(setup: Setup) -> list[Node]:
     """Return what is gathered, or being reduced, while a step runs."""
     if setup.exchange == "ddp":
         return [leaf("gradient buckets", b_g * N_all, note="DDP's copy, being reduced")]
-    if setup.exchange == "fsdp":
+    if setup.exchange in ("fsdp", "hsdp"):
         low = b_a  # blocks are gathered in the dtype they compute in
         return [
             leaf("gathered blocks", 2 * low * N_layer, note="this one and the next"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from scratchlm.accounting.expr import Expr, Number, ceil_div, largest, least
 from scratchlm.accounting.flops import Execution
+from scratchlm.accounting.machines import NODE
 from scratchlm.accounting.parameters import active_parameters
 from scratchlm.accounting.symbols import G_t, P, S, model_symbols
 from scratchlm.accounting.work import PHASES, document_pairs
@@ -22,8 +24,7 @@ PRECISIONS: dict[str, dict[str, int]] = {
 }
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
 # How several GPUs share the work: `ranks.py` says what each of them then holds.
-PARALLEL = ("none", "zero1", "fsdp", "tp", "ddp")
-SHARDED = ("zero1", "fsdp")
+PARALLEL = ("none", "zero1", "fsdp", "hsdp", "tp", "ddp")
 # Tokens of a sequence whose norms and residuals one of G_t ranks has: a part where that divides.
 SEQUENCE_SHARE: Expr = S / (1 + (G_t - 1) * (1 - least(1, G_t * ceil_div(S, G_t) - S)))
 # lengths nobody gave: a prompt of half the context, rounded down, and the rest to generate
@@ -62,7 +63,7 @@ class Setup:
         _choice("parallel", self.parallel, PARALLEL)
         if self.quantize is not None:
             _choice("quantize", self.quantize, TARGETS)
-            if self.parallel in ("fsdp", "tp"):
+            if self.parallel in ("fsdp", "hsdp", "tp"):
                 raise ValueError(f"quantised weights are whole on each GPU, not {self.parallel}")
         for name in ("batch", "gpus", "micro_batches"):
             _count(name, getattr(self, name))
@@ -103,9 +104,20 @@ class Setup:
 
     @property
     def exchange(self) -> str:
-        """How data-parallel ranks share the state: zero1, fsdp, ddp, or none."""
+        """How data-parallel ranks share the state: zero1, fsdp, hsdp, ddp, or none."""
+        if self.parallel == "hsdp" and self.shards == self.data_ranks:
+            return "fsdp"  # there is one node
         alone = self.parallel == "zero1" and self.data_ranks == 1
         return "none" if alone or self.parallel == "tp" else self.parallel
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the state is split over: with hsdp those of one node, in nodes alike."""
+        if self.parallel == "hsdp":
+            inside = max(1, NODE // self.tensor_ranks)
+            fit_one = self.data_ranks <= inside
+            return self.data_ranks if fit_one else math.gcd(self.data_ranks, inside)
+        return self.data_ranks if self.exchange in ("zero1", "fsdp") else 1
 
     @property
     def accumulates(self) -> bool:
@@ -126,7 +138,8 @@ def bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
         "B": setup.batch,
         "S": s,
         "A": document_pairs(setup.documents or (s,), config.attention.sliding_window),
-        "R": setup.data_ranks if setup.exchange in SHARDED else 1,
+        "R": setup.shards,
+        "G_c": setup.data_ranks // setup.shards,
         "G": setup.gpus,
         "G_d": setup.data_ranks,
         "G_t": setup.tensor_ranks,

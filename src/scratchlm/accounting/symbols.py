@@ -53,15 +53,19 @@ SYMBOLS = {
     "R": "GPUs the state is split over",
     "G_d": "data-parallel ranks, G / G_t: each has batches of its own",
     "G_t": "tensor-parallel ranks: GPUs that share one batch",
+    "G_c": "groups of R data-parallel ranks; with hsdp a node each, with a copy of the state",
     "W_d": "bytes/s a GPU sends to its neighbour in a ring of data-parallel ranks",
     "W_t": "bytes/s a GPU sends to its neighbour in a ring of tensor-parallel ranks",
+    "W_n": "bytes/s a GPU sends to its neighbour in a ring of nodes (hsdp)",
     "X_d": "bytes a GPU sends to data-parallel ranks in a step",
     "X_t": "bytes a GPU sends to tensor-parallel ranks in a step",
+    "X_n": "bytes a GPU sends to its like on other nodes in a step (hsdp)",
     "F_step": "FLOPs of a micro-batch, convention full",
     "F_again": "FLOPs of a micro-batch that checkpointing repeats",
     "t_c": "seconds of arithmetic in a step",
     "t_d": "seconds of data-parallel communication in a step",
     "t_t": "seconds of tensor-parallel communication in a step",
+    "t_n": "seconds of communication between copies in a step (hsdp)",
     "F_peak": "FLOP/s of the machine, dense, in the matmuls' dtype",
     "F_32": "FLOP/s of the machine in float32 matmuls",
     "M_bw": "bytes/s between the machine's memory and its cores",
@@ -82,6 +86,7 @@ b_r, b_c, b_s, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_s"), Sym("b_kv")
 R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")
 u, G, D, G_d, G_t = Sym("u"), Sym("G"), Sym("D"), Sym("G_d"), Sym("G_t")
 W_d, W_t, X_d, X_t = Sym("W_d"), Sym("W_t"), Sym("X_d"), Sym("X_t")
+G_c, W_n, X_n, t_n = Sym("G_c"), Sym("W_n"), Sym("X_n"), Sym("t_n")
 F_step, F_again, t_c, t_d, t_t = (Sym(n) for n in ("F_step", "F_again", "t_c", "t_d", "t_t"))
 
 

@@ -81,7 +81,7 @@ def account(
     ] = DEFAULT_GPU,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
     parallel: Annotated[
-        str, typer.Option(help="zero1, fsdp, tp or ddp; none on several GPUs means zero1.")
+        str, typer.Option(help="zero1, fsdp, hsdp, tp or ddp; none on several GPUs means zero1.")
     ] = "none",
     tp: Annotated[
         int | None, typer.Option(help="Tensor-parallel ranks: GPUs that share a layer and a batch.")

@@ -14,7 +14,7 @@ from rich.text import Text
 from scratchlm.accounting import Account, Machine, Plan, Projection, Setup
 from scratchlm.accounting.collectives import NOT_COUNTED
 from scratchlm.accounting.items import Item
-from scratchlm.accounting.projection import plan_name
+from scratchlm.accounting.projection import APART, plan_name
 from scratchlm.cli.account_tables import WIDE, human, make_table
 
 _PROJECTED = "a projection, not a measurement"
@@ -30,9 +30,8 @@ def print_projection(console: Console, result: Account, asked: str) -> None:
     _print_collectives(console, found, result.setup)
     _print_step(console, found)
     notes = [f"{_PROJECTED}: each GPU is assumed to reach an MFU of {found.mfu:.2f} alone (--mfu)"]
-    for among, rate in (("data", found.data_rate), ("tensor", found.tensor_rate)):
-        if any(c.ranks > 1 for c in found.collectives if _among(c.name, found) == among):
-            notes.append(f"{rate / 1e9:,.4g} GB/s among {among}-parallel ranks (--link)")
+    for group in found.sent.children:
+        notes.append(f"{_rate(group, found) / 1e9:,.4g} GB/s {group.name} (--link)")
     if asked == "none" and result.setup.parallel == "zero1":
         notes.append("zero1 is what several GPUs do unless --parallel says otherwise")
     _print_notes(console, [*notes, f"not counted: {', '.join(NOT_COUNTED)}"])
@@ -45,10 +44,11 @@ def _print_notes(console: Console, notes: Sequence[str]) -> None:
     console.print()
 
 
-def _among(name: str, found: Projection) -> str:
-    """Return whether a collective runs among data-parallel ranks or tensor-parallel ones."""
-    group = next(g for g in found.sent.children if any(c.name == name for c in g.children))
-    return "data" if "data" in group.name else "tensor"
+def _rate(group: Item, found: Projection) -> float:
+    """Return the bytes/s a GPU sends to a group of others."""
+    if "nodes" in group.name:
+        return found.node_rate
+    return found.tensor_rate if "tensor" in group.name else found.data_rate
 
 
 def _print_collectives(console: Console, found: Projection, setup: Setup) -> None:
@@ -64,7 +64,7 @@ def _print_collectives(console: Console, found: Projection, setup: Setup) -> Non
         ("time", "right"),
     )
     for group in found.sent.children:
-        rate = found.data_rate if "data" in group.name else found.tensor_rate
+        rate = _rate(group, found)
         table.add_row(*_line(group, group.name, "", "", wide), *_figures("", group, rate))
         for item in group.children:
             made = next(c for c in found.collectives if c.name == item.name)
@@ -73,7 +73,7 @@ def _print_collectives(console: Console, found: Projection, setup: Setup) -> Non
             table.add_row(*line, *_figures(human(made.bytes, "bytes"), item, rate))
     console.print(table)
     ring = "sent: (R − 1) / R of the payload, of an all-reduce twice that"
-    _print_notes(console, [f"{ring}; R: G_d or G_t, the ranks of the ring"])
+    _print_notes(console, [f"{ring}; R: the ranks of the ring"])
 
 
 def _line(item: Item, name: str, symbols: str, numbers: str, wide: bool) -> list[str]:
@@ -94,7 +94,7 @@ def _print_step(console: Console, found: Projection) -> None:
         ("", "right"),
     )
     parts = [part for part in found.step.children if part.value]
-    together = dataclasses.replace(found.step, symbols="t_c + t_d + t_t")
+    together = dataclasses.replace(found.step, symbols=APART.symbols())
     for item in (*parts, together, found.overlapped):
         row = _line(item, item.name, item.symbols, item.numbers, wide)
         table.add_row(*row, human(item.value, "s"), style="" if item in parts else "bold")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from scratchlm.parallel.ranks import Ranks
     from scratchlm.training import Plan
+    from scratchlm.training.choosing import Machine
     from scratchlm.training.loop import Sampler
 
 
@@ -84,6 +88,10 @@ def finetune(
         float | None, typer.Option(help="How many records to hold out.", show_default="0.05")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Learn on this many GPUs of this machine, a process each.", min=1),
+    ] = None,
     accelerate: Annotated[
         bool | None,
         typer.Option(help="Use fused layers and kernels.", show_default="where available"),
@@ -99,8 +107,10 @@ def finetune(
     With --task, data are texts with labels, or questions with contexts and answers; `predict` uses
     such a model.
     """
+    from scratchlm.cli.train import join, rank_settings
     from scratchlm.cli.training_setup import absolute_tasks
     from scratchlm.cli.tuning_setup import TuneArgs
+    from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
     from scratchlm.training.settings import parse_overrides
 
     overrides = parse_overrides(changes or [])
@@ -132,35 +142,36 @@ def finetune(
         val_fraction=val_fraction,
         overrides=table,
     )
-    status = _finetune(args, resume, device, tensorboard)
+    if gpus is not None and launched_rank() is None:
+        shared = rank_settings(out, {"train": table}).backend == "gloo"
+        raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:]), shared=shared))
+    with contextlib.ExitStack() as stack:
+        ranks = None
+        if launched_rank() is not None:
+            ranks = stack.enter_context(join(out, {"train": table}, device))
+        status = _finetune(args, resume, device, tensorboard, ranks)
     if status:
         raise typer.Exit(status)
 
 
-def _finetune(args: Any, resume: bool, device: str, tensorboard: bool) -> int:
-    from scratchlm.cli.task_setup import head_figures, make_task_plan
-    from scratchlm.cli.train import carry_out, choose_device, look_at_machine, say_progress
+def _finetune(args: Any, resume: bool, device: str, tensorboard: bool, ranks: Ranks | None) -> int:
+    from scratchlm.cli.task_setup import head_figures
+    from scratchlm.cli.train import carry_out, choose_device, look_at_machine, plan_for_all
     from scratchlm.cli.training_checks import check_place
     from scratchlm.cli.training_console import TensorBoard
-    from scratchlm.cli.training_setup import TrainArgs, continue_plan
-    from scratchlm.cli.tuning_setup import check_same_tuning, make_tuning_plan
-    from scratchlm.training import has_run, read_plan
     from scratchlm.training.checks import check_overrides
 
     if tensorboard:
         TensorBoard.require()
-    where = choose_device(device)
-    check_place(args.out, resume)
-    check_overrides(args.overrides, where.type)
-    machine = look_at_machine(where)
-    if has_run(args.out):
-        check_same_tuning(args, read_plan(args.out))
-        own = [path for path in (args.data, args.val) if path is not None]
-        again = TrainArgs(data=own, out=args.out, overrides={"train": args.overrides})
-        plan = continue_plan(again, machine, say_progress)
-    else:
-        make = make_tuning_plan if args.task is None else make_task_plan
-        plan = make(args, machine, say_progress)
+    where = choose_device(device) if ranks is None else ranks.device
+
+    def make() -> tuple[Machine, Plan]:
+        check_place(args.out, resume)
+        check_overrides(args.overrides, where.type, ranks)
+        machine = look_at_machine(where)
+        return machine, _plan(args, machine)
+
+    machine, plan = plan_for_all(args.out, make, ranks)
     has_head = plan.tuning is not None and plan.tuning.head is not None
     return carry_out(
         "finetune",
@@ -173,8 +184,26 @@ def _finetune(args: Any, resume: bool, device: str, tensorboard: bool) -> int:
         sample=None if has_head else _sampler(plan),
         run_tasks=head_figures(plan) if has_head else None,
         bytes_per_id=None,
-        tensorboard=tensorboard,
+        tensorboard=tensorboard and (ranks is None or ranks.is_first),
+        ranks=ranks,
     )
+
+
+def _plan(args: Any, machine: Machine) -> Plan:
+    """Make the plan of a run, or read that of the one that was begun."""
+    from scratchlm.cli.task_setup import make_task_plan
+    from scratchlm.cli.train import say_progress
+    from scratchlm.cli.training_setup import TrainArgs, continue_plan
+    from scratchlm.cli.tuning_setup import check_same_tuning, make_tuning_plan
+    from scratchlm.training import has_run, read_plan
+
+    if has_run(args.out):
+        check_same_tuning(args, read_plan(args.out))
+        own = [path for path in (args.data, args.val) if path is not None]
+        again = TrainArgs(data=own, out=args.out, overrides={"train": args.overrides})
+        return continue_plan(again, machine, say_progress)
+    make = make_tuning_plan if args.task is None else make_task_plan
+    return make(args, machine, say_progress)
 
 
 def _sampler(plan: Plan, length: int = 60) -> Sampler:
@@ -196,6 +225,7 @@ def _sampler(plan: Plan, length: int = 60) -> Sampler:
             tokenizer=tokenizer,
             max_new_tokens=min(length, plan.model.context_length - len(prompt)),
             sampling=GREEDY,
+            seed=step,  # of several ranks the first one answers
             eos_ids=set(ids[learns.nonzero()[0][-1:]].tolist()),
         )
         return [tokenizer.decode(prompt) + found[0].text]

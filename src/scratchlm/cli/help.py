@@ -49,7 +49,7 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         ),
         "The data": ("pack", "val", "val_fraction", "preference", "beta", "task"),
         "What is shown": ("tensorboard",),
-        "The machine": ("device", "accelerate"),
+        "The machine": ("device", "gpus", "accelerate"),
     },
     "generate": {
         "What to write": ("prompt", "max_new_tokens", "num_samples", "stop", "ignore_end"),

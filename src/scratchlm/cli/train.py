@@ -6,6 +6,7 @@ import contextlib
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,7 +112,7 @@ def train(
     Ctrl-C saves and stops (exit status 130; SIGTERM 143); --resume goes on from there, bit for bit.
     A second Ctrl-C ends at once.
     """
-    from scratchlm.cli.training_setup import TrainArgs
+    from scratchlm.cli.training_setup import TrainArgs, config_tables
     from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
     from scratchlm.training.settings import parse_overrides
 
@@ -139,31 +140,34 @@ def train(
         overrides=overrides,
     )
     if gpus is not None and launched_rank() is None:
-        shared = _rank_settings(args).backend == "gloo"
+        shared = rank_settings(out, config_tables(args)).backend == "gloo"
         raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:]), shared=shared))
     with contextlib.ExitStack() as stack:
-        ranks = None if launched_rank() is None else stack.enter_context(_join(args, device))
+        ranks = None
+        if launched_rank() is not None:
+            ranks = stack.enter_context(join(out, config_tables(args), device))
         status = _train(args, resume, device, ops, prompt, tensorboard, ranks)
     if status:
         raise typer.Exit(status)
 
 
-def _join(args: TrainArgs, device: str) -> contextlib.AbstractContextManager[Ranks]:
-    """Join the processes that `torchrun` has started."""
+def join(
+    out: Path, tables: dict[str, Any], device: str
+) -> contextlib.AbstractContextManager[Ranks]:
+    """Join the processes that `torchrun` has started for a run."""
     from scratchlm.parallel.ranks import join_ranks
 
-    settings = _rank_settings(args)
+    settings = rank_settings(out, tables)
     where = choose_device(device).type
     return join_ranks(where, settings.tp, settings.rank_timeout, settings.backend)
 
 
-def _rank_settings(args: TrainArgs) -> TrainConfig:
-    """Return what must be known of the settings before there are ranks."""
-    from scratchlm.cli.training_setup import config_tables
+def rank_settings(out: Path, tables: dict[str, Any]) -> TrainConfig:
+    """Return what must be known of a run's settings before there are ranks."""
     from scratchlm.training import TrainConfig, has_run, read_plan
 
-    begun = read_plan(args.out).train.to_dict() if has_run(args.out) else {}
-    asked = config_tables(args).get("train", {})
+    begun = read_plan(out).train.to_dict() if has_run(out) else {}
+    asked = tables.get("train", {})
     chosen = {name: {**begun, **asked}.get(name) for name in ("tp", "backend", "rank_timeout")}
     return TrainConfig.from_dict({k: value for k, value in chosen.items() if value is not None})
 
@@ -183,26 +187,22 @@ def _train(
     from scratchlm.ops import OPS
     from scratchlm.training import has_run
     from scratchlm.training.checks import check_overrides
-    from scratchlm.training.choosing import Machine
-    from scratchlm.training.plan import plan_of, plan_tables
 
     if tensorboard:
         TensorBoard.require()
     if ops not in OPS:
         raise ValueError(f"--ops must be one of {', '.join(OPS)}; got {ops!r}")
     where = choose_device(device) if ranks is None else ranks.device
-    if ranks is None or ranks.is_first:  # one looks at the machine and the data, for all
+
+    def make() -> tuple[Machine, Plan]:
         begun = has_run(args.out)
         check_place(args.out, resume)
         given = args.overrides if begun else config_tables(args)
         check_overrides(given.get("train", {}), where.type, ranks)
         machine = look_at_machine(where)
-        plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
-    if ranks is not None:
-        told = ranks.from_first(
-            [asdict(machine), plan_tables(args.out, plan)] if ranks.is_first else None
-        )
-        machine, plan = Machine(**told[0]), plan_of(args.out, told[1])
+        return machine, (continue_plan if begun else make_plan)(args, machine, say_progress)
+
+    machine, plan = plan_for_all(args.out, make, ranks)
     sample, bytes_per_id = _text_tools(plan, prompt)
     return carry_out(
         "train",
@@ -217,6 +217,23 @@ def _train(
         tensorboard=tensorboard and (ranks is None or ranks.is_first),
         ranks=ranks,
     )
+
+
+def plan_for_all(
+    out: Path, make: Callable[[], tuple[Machine, Plan]], ranks: Ranks | None
+) -> tuple[Machine, Plan]:
+    """Look at the machine and the data once, on the first rank, and tell the others."""
+    from scratchlm.training.choosing import Machine
+    from scratchlm.training.plan import plan_of, plan_tables
+
+    if ranks is None:
+        return make()
+    told = None
+    if ranks.is_first:
+        machine, plan = make()
+        told = [asdict(machine), plan_tables(out, plan)]
+    told = ranks.from_first(told)
+    return Machine(**told[0]), plan_of(out, told[1])
 
 
 def carry_out(

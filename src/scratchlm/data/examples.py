@@ -1,4 +1,4 @@
-"""Examples in one file, packed into rows, batches as a pure function of (seed, step).
+"""Examples in one file, packed into rows, batches as a pure function of (seed, step, rank).
 
     ids, learns   the tokens of all examples, end to end, and which of them are learnt
     ends          where each example ends
@@ -15,7 +15,7 @@ import bisect
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,14 +154,27 @@ class Rows:
     """Rows of examples: packed, or one to each."""
 
     def __init__(
-        self, examples: Examples, row_length: int, *, packed: bool = True, pin_memory: bool = False
+        self,
+        examples: Examples,
+        row_length: int,
+        *,
+        packed: bool = True,
+        pin_memory: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if not len(examples):
             raise ScratchLMError("there are no examples")
         self.examples, self.row_length = examples, row_length
         self.packed, self.pin_memory = packed, pin_memory
+        self.rank, self.world_size = rank, world_size
         singles = [[index] for index in range(len(examples))]
         self.rows = pack(examples.lengths, row_length) if packed else singles
+
+    def own(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """Return this rank's part of a batch's rows."""
+        size, rank, world = len(batch), self.rank, self.world_size
+        return batch[size * rank // world : size * (rank + 1) // world]
 
     def read(self, chosen: Iterable[int | None]) -> Batch:
         """Return these rows; None gives one of padding."""
@@ -211,8 +224,8 @@ class ExampleBatches(Rows):
         return found
 
     def batch(self, step: int) -> Batch:
-        """Return the batch at `step`."""
-        return self.read(self.chosen(step))
+        """Return this rank's rows of the batch at `step`."""
+        return self.read(self.own(self.chosen(step)))
 
     def iterate(
         self, start_step: int = 0, stop_step: int | None = None, *, depth: int = 4
@@ -234,9 +247,9 @@ class ExampleValidation(Rows):
         return -(-len(self.rows) // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """Return batch number `step`."""
+        """Return this rank's rows of batch number `step`."""
         first = step * self.batch_size
-        wanted = range(first, first + self.batch_size)
+        wanted = self.own(range(first, first + self.batch_size))
         return self.read([row if row < len(self.rows) else None for row in wanted])
 
     def __iter__(self) -> Iterator[Batch]:

@@ -54,7 +54,7 @@ class FullyShard:
             _shard(layer, mesh, inner)
             _hide_context(layer)
         _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False))
-        model.to(ranks.device)  # tables of positions; FSDP has moved the weights
+        move_to(model, ranks.device)
         _enter_once(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -76,6 +76,14 @@ class FullyShard:
     def after_evaluation(self) -> None:
         """Give back what a forward without a backward pass has gathered."""
         cast(Any, self.model).reshard()
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Move what a rank has of a model to its device; a model without values gets room for them."""
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device=device)
+    else:
+        model.to(device)
 
 
 def _machines(ranks: Ranks) -> DeviceMesh:

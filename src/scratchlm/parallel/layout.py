@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.parallel.fsdp import FullyShard, first_row
+from scratchlm.parallel.fsdp import FullyShard, first_row, move_to
 from scratchlm.parallel.ranks import Ranks
 from scratchlm.parallel.rows import as_rows, boxes, local, units_of
 from scratchlm.parallel.tensor import Box, TensorParallel
@@ -37,6 +37,8 @@ class Layout:
         self.ranks, self.tensor = ranks, None
         if ranks.tensor_size > 1:
             self.tensor = TensorParallel(model, ranks)
+        if kind == "zero1":
+            move_to(model, ranks.device)  # what was on `meta` has other parameters then
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         uncut = frozenset(n for n, p in self.parameters.items() if whole(n, p))
         if uncut and (self.tensor is not None or kind != "zero1"):
@@ -46,7 +48,6 @@ class Layout:
         if kind != "zero1":
             self.data = FullyShard(model, ranks, low=low, per_machine=kind == "hsdp")
         else:
-            model.to(ranks.device)
             read_low = (n for n, p in self.parameters.items() if low and is_read_low(n, p))
             self.data = Zero1(
                 self.parameters, ranks.data_group, low=frozenset(read_low), whole=uncut
@@ -62,6 +63,17 @@ class Layout:
     def begin_backward(self, is_last: bool) -> None:
         """Say whether the next backward pass completes the gradients."""
         self.data.is_last_backward = is_last and self.tensor is None
+
+    def end_backward(self, is_last: bool) -> None:
+        """Put the gradients of a micro-batch aside, unless they are the last."""
+        if self.keeps_gradients and not is_last:
+            assert isinstance(self.data, Zero1)
+            self.data.keep_gradients()
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether micro-batches are added up here, in float32, not by autograd."""
+        return isinstance(self.data, Zero1) and bool(self.data.low) and self.tensor is None
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of all ranks, each of what this rank updates."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scratchlm.config import ModelConfig
 from scratchlm.config import MoE as MoEConfig
@@ -36,6 +37,7 @@ from scratchlm.parallel import collectives as c
 from scratchlm.parallel.ranks import Ranks
 from scratchlm.parallel.rows import local
 
+SLICE_ELEMENTS = 2**25  # logits a rank forms at a time
 HEADS, KV_HEADS, WIDTH, VOCAB = "heads", "kv_heads", "width", "vocab"
 # name of a weight -> what is cut, and the dimension in which it lies (from the end)
 PLAN: dict[str, tuple[str, int]] = {
@@ -221,21 +223,37 @@ class TensorParallel:
     ) -> Tensor:
         """Return the mean cross-entropy; each rank has the logits of its part of the vocabulary.
 
-        log Σ exp is taken with the largest logit of all ranks, and its sum over all ranks.
+        log Σ exp is taken with the largest logit of all ranks, and its sum over all ranks. Logits
+        are formed a slice of rows at a time, and once more going back.
         """
         head: Any = model.lm_head
-        x = c.copy_in(hidden, self.group)
-        logits = head.ops.linear(x, head.weight, getattr(head, "bias", None)).float()
-        largest = logits.detach().amax(-1)
+        x, index = c.copy_in(hidden, self.group).flatten(0, -2), targets.flatten() - self.first_id
+        rows = max(1, SLICE_ELEMENTS // len(head.weight))
+
+        def parts(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+            return _loss_parts(head.ops.linear(x, head.weight).float(), index)
+
+        slices = zip(x.split(rows), index.split(rows), strict=True)
+        if len(x) > rows and torch.is_grad_enabled():
+            found = [checkpoint(parts, *piece, use_reentrant=False) for piece in slices]
+        else:
+            found = [parts(*piece) for piece in slices]
+        own_largest, own_total, own_chosen = (torch.cat(each) for each in zip(*found, strict=True))
+        largest = own_largest.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        total = c.reduce_out((logits - largest[..., None]).exp().sum(-1), self.group)
-        normaliser = total.log() + largest
-        index = targets - self.first_id
-        here = (index >= 0) & (index < logits.shape[-1])
-        found = logits.gather(-1, index.where(here, torch.zeros_like(index))[..., None])[..., 0]
-        chosen = c.reduce_out(found.where(here, torch.zeros_like(found)), self.group)
-        losses = normaliser - chosen
+        total = c.reduce_out(own_total * (own_largest - largest).exp(), self.group)
+        normaliser = (total.log() + largest).view_as(targets)
+        losses = normaliser - c.reduce_out(own_chosen, self.group).view_as(targets)
         if z_loss:
             losses = losses + z_loss * normaliser.pow(2)
         counts = targets != ignore_index
         return losses.masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
+
+
+def _loss_parts(logits: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    """Return of each row the largest logit, Σ exp relative to it, and the target's logit, or 0."""
+    largest = logits.detach().amax(-1)
+    total = (logits - largest[:, None]).exp().sum(-1)
+    here = (index >= 0) & (index < logits.shape[-1])
+    found = logits.gather(-1, index.where(here, torch.zeros_like(index))[:, None])[:, 0]
+    return largest, total, found.where(here, torch.zeros_like(found))

@@ -15,7 +15,7 @@ rows (`rows.py`), and buffers are padded to the longest share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from scratchlm.parallel.collectives import all_gather, reduce_scatter
 from scratchlm.parallel.rows import Rows, share_out, units_of
 
 BUCKET = 1 << 24  # elements that travel at a time
+IN_FLIGHT = 4  # buckets of gradients on their way: each takes memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,18 @@ class Bucket:
     shares: list[list[Rows]]  # by rank
     width: int  # elements of the longest share
     dtype: torch.dtype  # that the weights travel in
+    sizes: list[list[int]]  # by rank: elements of its rows, name by name, and of padding
+
+    def places(self, buffer: Tensor) -> list[Tensor]:
+        """Cut a buffer of all shares into the rows' places, in order."""
+        sizes = [size for share in self.sizes for size in share]
+        pieces = iter(buffer.view(-1).split(sizes))
+        found = [[next(pieces) for _ in share] for share in self.sizes]
+        return [piece for share in found for piece in share[:-1]]
+
+    def own_places(self, buffer: Tensor, rank: int) -> list[Tensor]:
+        """Cut the buffer of one share into its rows' places."""
+        return list(buffer.split(self.sizes[rank])[:-1])
 
 
 class Zero1:
@@ -59,7 +72,7 @@ class Zero1:
         """
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.parameters = parameters
+        self.parameters, self.low = parameters, low
         self.updated: dict[str, nn.Parameter] = {}  # what the optimizers move
         dtypes = {
             name: torch.bfloat16 if name in low else p.dtype for name, p in parameters.items()
@@ -75,14 +88,26 @@ class Zero1:
             self.updated[name] = nn.Parameter(own.clone() if name in low else own)
         for name in low:
             parameters[name].data = parameters[name].data.to(torch.bfloat16)
+        # Where weights come from and go to: their storage stays what it is from now on.
+        self._updated_flat = [
+            [self.updated[rows.name].detach().view(-1) for rows in b.shares[self.rank]]
+            for b in self.buckets
+        ]
+        self._weights_flat = [
+            [_flat(parameters[rows.name].data, rows) for share in b.shares for rows in share]
+            for b in self.buckets
+        ]
         self._sent: list[tuple[Any, Tensor]] = []  # bucket by bucket
         self._ready: set[str] = set()
+        self._kept: dict[str, Tensor] = {}  # gradients of micro-batches, added up
         self._norm_order = self._order_of_norms(whole)
 
     def _bucket(self, names: list[str], dtype: torch.dtype, whole: frozenset[str]) -> Bucket:
         shares = share_out({name: self.parameters[name] for name in names}, self.size, whole)
-        width = max(sum(self._size(rows) for rows in share) for share in shares)
-        return Bucket(tuple(names), shares, width, dtype)
+        sizes = [[self._size(rows) for rows in share] for share in shares]
+        width = max(map(sum, sizes))
+        padded = [[*share, width - sum(share)] for share in sizes]
+        return Bucket(tuple(names), shares, width, dtype, padded)
 
     def _size(self, rows: Rows) -> int:
         p = self.parameters[rows.name]
@@ -109,29 +134,45 @@ class Zero1:
             self._send(bucket)
 
     @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """Add a micro-batch's gradients to those before it in float32, and forget them.
+
+        Autograd would add bfloat16 ones up as they are. Where there are none, it may.
+        """
+        for name, p in self.parameters.items() if self.low else ():
+            if p.grad is not None and name in self._kept:
+                self._kept[name].add_(p.grad)
+            elif p.grad is not None:
+                self._kept[name] = p.grad.to(torch.float32, copy=True)
+            p.grad = None
+
+    def _gradient(self, name: str) -> Tensor | None:
+        kept, last = self._kept.get(name), self.parameters[name].grad
+        return last if kept is None else kept if last is None else kept + last
+
+    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         first = self.parameters[bucket.names[0]]
-        sums = torch.zeros(self.size, bucket.width, device=first.device)
-        for share, places in zip(bucket.shares, sums, strict=True):
-            for rows, place in self._places(share, places):
-                grad = self.parameters[rows.name].grad
-                if grad is not None:
-                    place.copy_(rows.of(grad))
+        if len(self._sent) >= IN_FLIGHT and (before := self._sent[-IN_FLIGHT][0]) is not None:
+            before.wait()
+        sums = torch.empty(self.size, bucket.width, device=first.device)  # padding is never read
+        found = {name: self._gradient(name) for name in bucket.names}
+        if any(grad is None for grad in found.values()):
+            sums.zero_()
+        places, grads = [], []
+        every = (rows for share in bucket.shares for rows in share)
+        for rows, place in zip(every, bucket.places(sums), strict=True):
+            grad = found[rows.name]
+            if grad is not None:
+                places.append(place)
+                grads.append(_flat(grad, rows))
+        _copy(places, grads)
         if self.size == 1:
             self._sent.append((None, sums[0]))
             return
         own = torch.empty(bucket.width, device=first.device)
         work = reduce_scatter(own, sums.view(-1), group=self.group, async_op=True)
         self._sent.append((work, own))
-
-    def _places(self, share: list[Rows], buffer: Tensor) -> Iterator[tuple[Rows, Tensor]]:
-        """Yield where in a share's buffer each parameter's rows lie."""
-        offset = 0
-        for rows in share:
-            size, p = self._size(rows), self.parameters[rows.name]
-            shape = (-1, p.shape[-1]) if p.ndim > 1 else (-1,)
-            yield rows, buffer[offset : offset + size].view(shape)
-            offset += size
 
     def reduce_gradients(self) -> None:
         """Give what this rank updates the gradients of all ranks, added up."""
@@ -140,10 +181,11 @@ class Zero1:
         for bucket, (work, own) in zip(self.buckets, self._sent, strict=True):
             if work is not None:
                 work.wait()
-            for rows, place in self._places(bucket.shares[self.rank], own):
+            places = bucket.own_places(own, self.rank)
+            for rows, place in zip(bucket.shares[self.rank], places, strict=True):
                 p = self.updated[rows.name]
                 p.grad = place.view_as(p)
-        self._sent, self._ready = [], set()
+        self._sent, self._ready, self._kept = [], set(), {}
 
     def norms(self) -> Tensor:
         """Return the norms of all units of the gradient, in one order, on every rank."""
@@ -187,31 +229,40 @@ class Zero1:
     @torch.no_grad()
     def share_weights(self) -> None:
         """Give every rank the weights that the others have updated."""
-        waiting: tuple[Bucket, Any, Tensor] | None = None
-        for bucket in self.buckets:
+        waiting: tuple[int, Any, Tensor] | None = None
+        for number, bucket in enumerate(self.buckets):
             first = self.parameters[bucket.names[0]]
-            own = torch.zeros(bucket.width, dtype=bucket.dtype, device=first.device)
-            for rows, place in self._places(bucket.shares[self.rank], own):
-                place.copy_(self.updated[rows.name].detach().view(place.shape))
+            own = torch.empty(bucket.width, dtype=bucket.dtype, device=first.device)
+            _copy(bucket.own_places(own, self.rank), self._updated_flat[number])
             every, work = own[None], None
             if self.size > 1:
                 every = own.new_empty(self.size, bucket.width)
                 work = all_gather(every.view(-1), own, group=self.group, async_op=True)
             if waiting is not None:  # one bucket travels while another is put in its place
                 self._receive(*waiting)
-            waiting = bucket, work, every
+            waiting = number, work, every
         if waiting is not None:
             self._receive(*waiting)
 
-    def _receive(self, bucket: Bucket, work: Any, every: Tensor) -> None:
+    def _receive(self, number: int, work: Any, every: Tensor) -> None:
         if work is not None:
             work.wait()
-        for share, buffer in zip(bucket.shares, every, strict=True):
-            for rows, place in self._places(share, buffer):
-                rows.of(self.parameters[rows.name].data).copy_(place)
+        _copy(self._weights_flat[number], self.buckets[number].places(every))
 
     def after_evaluation(self) -> None:
         """Do nothing: weights are whole."""
+
+
+def _flat(tensor: Tensor, rows: Rows) -> Tensor:
+    """Return rows of a tensor of a parameter's shape, laid out in one dimension."""
+    row = tensor.shape[-1] if tensor.ndim > 1 else 1
+    return tensor.reshape(-1)[rows.start * row : rows.stop * row]
+
+
+def _copy(places: list[Tensor], values: list[Tensor]) -> None:
+    """Copy many tensors with few kernels: of small ones, launching is what takes time."""
+    if places:
+        torch._foreach_copy_(places, values)
 
 
 def _present(grad: Tensor | None) -> Tensor:

@@ -101,14 +101,14 @@ def evaluate(
         if should_stop():
             return None
         count = batch.num_targets()
-        if not count:
-            continue
         valid_targets = batch.targets[batch.targets != IGNORE_INDEX]
-        sizes.append(0 if bytes_per_id is None else int(bytes_per_id[valid_targets].sum()))
         on_device = batch.to(device, non_blocking=True)
         with autocast:
             hidden = model.hidden(on_device.inputs, document_ids=on_device.document_ids)
             mean = model.head_loss(hidden, on_device.targets, ignore_index=IGNORE_INDEX)
+        if not count:  # all padding; but other ranks may have waited for this one's weights
+            continue
+        sizes.append(0 if bytes_per_id is None else int(bytes_per_id[valid_targets].sum()))
         means.append(mean)
         counts.append(count)
     per_batch = torch.stack(means).tolist() if means else []  # the only wait for the device

@@ -16,21 +16,18 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scratchlm import acceleration
-from scratchlm.checkpoint import MODEL, TRAINING_STATE, Piece, read_piece, tensor_shapes
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batch
 from scratchlm.data.permutation import derive_key
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
-from scratchlm.parallel.rows import as_rows, local
 from scratchlm.threads import share_cores
 from scratchlm.training.checks import check_applicable, check_ranks
 from scratchlm.training.means import (
@@ -68,7 +65,10 @@ class Learner:
         warn: Callable[[str], None] = warnings.warn,
         ranks: Ranks | None = None,
     ) -> None:
-        """Make a model learn; with `ranks`, together with theirs."""
+        """Make a model learn; with `ranks`, together with theirs.
+
+        Those may be given a model on `meta`: each makes room for its part (`parts.py` fills it).
+        """
         self.model, self.warn, self.ranks = model, warn, ranks
         self.config = model.config  # of the whole model
         self.device = next(model.parameters()).device if ranks is None else ranks.device
@@ -125,7 +125,8 @@ class Learner:
             self.recorded = RecordedBackward(
                 self.backward,
                 list(self.parameters.values()),
-                accumulates=(settings.micro_batch_size or self.rows) < self.rows,
+                accumulates=(settings.micro_batch_size or self.rows) < self.rows
+                and not (self.layout is not None and self.layout.keeps_gradients),
                 warn=warn,
             )
         elif self.layout is not None:
@@ -275,60 +276,6 @@ class Learner:
                     tensors[f"{key}.{name}"] = value
         return tensors
 
-    def model_pieces(self) -> dict[str, list[Piece]]:
-        """Return this rank's part of the weights."""
-        assert self.layout is not None
-        return {name: self._pieces(name, p.detach()) for name, p in self.layout.updated.items()}
-
-    def training_state_pieces(self) -> dict[str, list[Piece]]:
-        """Return this rank's part of what else the next step depends on."""
-        assert self.layout is not None
-        pieces: dict[str, list[Piece]] = {}
-        for optimizer in self.optimizers:
-            for name, p in self.layout.updated.items():
-                for key, value in optimizer.state.get(p, {}).items():
-                    pieces[f"{key}.{name}"] = self._pieces(name, value)
-        return pieces
-
-    def _pieces(self, name: str, value: Tensor) -> list[Piece]:
-        assert self.layout is not None
-        found = self.layout.boxes_of(name, value)
-        return [Piece(box.shape, box.offsets, tensor.detach()) for box, tensor in found]
-
-    def load_pieces(self, path: Path) -> None:
-        """Take up this rank's part of a checkpoint, however many ranks wrote it."""
-        assert self.layout is not None
-        keys: dict[str, list[str]] = {}
-        for full_name in tensor_shapes(path, TRAINING_STATE):
-            key, _, name = full_name.partition(".")
-            keys.setdefault(name, []).append(key)
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, p in self.layout.updated.items():
-            self._fill(path, MODEL, name, name, p.data)
-            for key in keys.get(name, ()):
-                state.setdefault(name, {})[key] = self._read(path, f"{key}.{name}", name, p)
-        for optimizer in self.optimizers:
-            _load_optimizer(optimizer, self.layout.updated, state)
-        self.layout.share_weights()
-
-    def _read(self, path: Path, stored: str, name: str, p: torch.nn.Parameter) -> Tensor:
-        shapes = tensor_shapes(path, TRAINING_STATE)
-        if not shapes[stored]:  # one number
-            return read_piece(path, stored, (), (), TRAINING_STATE, self.device)
-        value = torch.zeros_like(p.data)
-        self._fill(path, TRAINING_STATE, stored, name, value)
-        return value
-
-    def _fill(self, path: Path, file: str, stored: str, name: str, value: Tensor) -> None:
-        assert self.layout is not None
-        place = as_rows(local(value))
-        begin = 0
-        for box in self.layout.wanted(name):
-            piece = read_piece(path, stored, box.offsets, box.lengths, file, self.device)
-            rows = as_rows(piece)
-            place[begin : begin + len(rows)].copy_(rows)
-            begin += len(rows)
-
     def load(self, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Take up what `model_tensors` and `training_state` returned."""
         by_name: dict[str, dict[str, Tensor]] = {}
@@ -343,7 +290,7 @@ class Learner:
                 self.average = {name: model[name].to(self.device) for name in self.average}
                 self._put({name: by_name[name].pop("raw") for name in self.parameters})
             for optimizer in self.optimizers:
-                _load_optimizer(optimizer, self.parameters, by_name)
+                load_optimizer(optimizer, self.parameters, by_name)
         except (KeyError, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise ScratchLMError(
@@ -351,11 +298,12 @@ class Learner:
             ) from None
 
 
-def _load_optimizer(
+def load_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, torch.nn.Parameter],
     by_name: dict[str, dict[str, Tensor]],
 ) -> None:
+    """Give an optimizer its state: parameter -> key -> tensor."""
     names = {id(p): name for name, p in parameters.items()}
     table = optimizer.state_dict()  # for its groups; their parameters are numbered in order
     order = [p for group in optimizer.param_groups for p in group["params"]]

@@ -46,6 +46,7 @@ from scratchlm.durable import naming
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import NAME, MetricsFile, NoMetrics
+from scratchlm.training.parts import load_pieces, model_pieces, training_state_pieces
 from scratchlm.training.settings import CHANGEABLE
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Snapshot:
         """Look at a learner's tensors, without copying them."""
         if learner.layout is None:
             return cls(progress, learner.model_tensors(), learner.training_state())
-        return cls(progress, learner.model_pieces(), learner.training_state_pieces())
+        return cls(progress, model_pieces(learner), training_state_pieces(learner))
 
     def copied(self) -> Snapshot:
         """Copy them, so that the next step may change the originals."""
@@ -148,7 +149,7 @@ class Run:
                 state = read_tensors(path, learner.device, TRAINING_STATE)
                 learner.load(read_tensors(path, learner.device), state)
             else:
-                learner.load_pieces(path)
+                load_pieces(learner, path)
             self.progress = progress
             metadata = read_manifest(path)["metadata"]
             self.eos_token_ids = tuple(metadata.get("eos_token_ids", ()))

@@ -19,10 +19,12 @@ from scratchlm.data import Batches, TokenFile, ValidationBatches, tokenizer_fing
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.data.examples import Examples
 from scratchlm.errors import ScratchLMError
+from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
 from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
+from scratchlm.training.parts import fill, first_weights
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
 from scratchlm.training.throughput import Throughput, make_throughput
@@ -111,20 +113,25 @@ def run_plan(
             files = _open_token_files(plan, known, stack)
             prints = {name: fingerprint(file) for name, file in files.items()}
             data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id, ranks)
-            # What is cut over ranks need not fit the device before it is.
-            where = torch.device("cpu") if ranks and settings.has_collectives else device
-            model = build_model(plan.model, settings.seed, where, ops)
-            if first is not None:
-                model.load_state_dict(first.tensors)
+            is_cut = ranks is not None and settings.has_collectives
+            if is_cut:  # no rank has all of it, ever
+                model = TransformerLM(plan.model, ops, device="meta")
+            else:
+                model = build_model(plan.model, settings.seed, device, ops)
+                if first is not None:
+                    model.load_state_dict(first.tensors)
             learner = Learner(model, settings, warn=tell, ranks=ranks)
-            if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
-                sample = run_tasks = None  # they need whole weights, in one type
+            if is_cut:
+                drawn = first_weights(plan.model, settings.seed)
+                fill(learner, drawn if first is None else first.tensors.items())
         else:
             files = open_examples(plan, known)
             prints = {name: examples.fingerprint for name, examples in files.items()}
             model = build_tuned(plan, first, settings, device, ops)
-            learner = make_learner(model, settings, plan.tuning, tell)
+            learner = make_learner(model, settings, plan.tuning, tell, ranks)
             data = make_data(plan, settings, files, learner)
+        if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
+            sample = run_tasks = None  # they need whole weights, in one type
         run = stack.enter_context(
             Run(
                 directory,

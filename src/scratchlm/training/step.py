@@ -115,4 +115,6 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
             shares.append(learner.recorded(part, weight))
         else:
             shares.append(learner.backward(part, weight))
+        if learner.layout is not None:
+            learner.layout.end_backward(is_last=number == len(parts))
     return torch.stack(shares).sum()

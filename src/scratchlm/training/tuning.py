@@ -44,6 +44,7 @@ from scratchlm.training.preference import (
 from scratchlm.training.settings import TrainConfig
 
 if TYPE_CHECKING:
+    from scratchlm.parallel.ranks import Ranks
     from scratchlm.training.plan import Plan
     from scratchlm.training.session import Start
 
@@ -165,14 +166,23 @@ def check_tuning(tuning: Tuning, settings: TrainConfig, model: ModelConfig) -> N
 
 
 def make_learner(
-    model: TransformerLM, settings: TrainConfig, tuning: Tuning, warn: Callable[[str], None]
+    model: TransformerLM,
+    settings: TrainConfig,
+    tuning: Tuning,
+    warn: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> Learner:
     """Make what learns: from texts, from pairs, or a task head."""
     check_tuning(tuning, settings, model.config)
+    if ranks is not None and (tuning.head or tuning.preference or settings.has_collectives):
+        raise ScratchLMError(
+            "several ranks fine-tune on texts, with train.parallel=zero1; pairs, task heads, fsdp, "
+            "hsdp and train.tp are not for them"
+        )
     if tuning.head is not None:
         return HeadLearner(model, settings, warn=warn)
     if tuning.preference is None:
-        return Learner(model, settings, warn=warn)
+        return Learner(model, settings, warn=warn, ranks=ranks)
     learner = PreferenceLearner(model, settings, warn=warn)
     learner.beta = tuning.beta
     return learner
@@ -203,7 +213,9 @@ def make_data(
     tuning = plan.tuning
     assert tuning is not None
     row_length = settings.row_tokens(plan.model)
-    rows = min(settings.batch_size, settings.micro_batch_size or settings.batch_size)
+    ranks = learner.ranks
+    world = 1 if ranks is None else ranks.data_size
+    rows = world * min(learner.rows, settings.micro_batch_size or settings.batch_size)
     train, val = files["train"], files.get("val")
     if tuning.head is not None:
         batches_of = HeadBatches(
@@ -215,6 +227,8 @@ def make_data(
         options: dict[str, Any] = {
             "packed": tuning.packed,
             "pin_memory": learner.device.type == "cuda",
+            "rank": 0 if ranks is None else ranks.data_rank,
+            "world_size": world,
         }
         validation = None if val is None else ExampleValidation(val, row_length, rows, **options)
         batches = ExampleBatches(train, row_length, settings.batch_size, settings.seed, **options)
