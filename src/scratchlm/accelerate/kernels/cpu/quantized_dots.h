@@ -28,20 +28,14 @@ inline long panel_bytes(int64_t format, long depth) {
     return PANEL_ROWS * (depth / block_size(format)) * block_bytes(format);
 }
 
-// A group of 32 numbers is summed in one pass or two: of q6_k each 16 numbers, which have a scale
-// of their own; of q8_0 the low four bits and the high, where sums must be small.
+// A group of 32 numbers is summed in one pass; of q6_k in two, as each 16 have a scale of their own.
 constexpr bool HAS_WHOLE_SCALES[] = {false, false, false, true, true};
-constexpr int passes(int format) {
-    return format == Q6_K || (format == Q8_0 && SPLIT_BYTES) ? 2 : 1;
-}
-constexpr int cells(int format) { return format == Q6_K ? 4 : 8; }
-constexpr int offset(int format, int pass) {  // of what is stored without a sign
-    if (format == Q8_0) return !SPLIT_BYTES ? 128 : pass == 0 ? 0 : 8;
-    return format == Q4_0 ? 8 : format == Q6_K ? 32 : 0;
-}
+constexpr int PASSES[] = {1, 1, 1, 1, 2};
+constexpr int OFFSET[] = {0, 0, 8, 0, 32};  // of what is stored without a sign
 
 struct Unpacked {  // groups of 32 numbers of each of 16 rows
-    Bytes q[8][16];        // pass by pass, cell by cell
+    Bytes q[8][8];         // cell by cell
+    const uint8_t* bytes;  // of q8_0, instead: they are multiplied as they lie in the panel
     Factors by[8][2];      // s of each pass
     Floats d[8], t[8], m;  // d, m of whole super-blocks: one
 };
@@ -51,14 +45,8 @@ void unpack(const uint8_t* w, long groups, Unpacked& to);
 
 template <>
 void unpack<Q8_0>(const uint8_t* w, long groups, Unpacked& to) {
-    for (long g = 0; g < groups; ++g, w += 16 * 34) {
-        to.d[g] = halves_at(w);
-        for (int c = 0; c < 8; ++c) {
-            Bytes byte = bytes_at(w + 32 + 64 * c) ^ 128;
-            to.q[g][c] = SPLIT_BYTES ? byte & 15 : byte;
-            if (SPLIT_BYTES) to.q[g][8 + c] = right(byte, 4) & 15;
-        }
-    }
+    to.bytes = w;
+    for (long g = 0; g < groups; ++g) to.d[g] = halves_at(w + 16 * 34 * g);
 }
 
 template <>
@@ -120,11 +108,6 @@ void unpack<Q6_K>(const uint8_t* w, long groups, Unpacked& to) {
         }
 }
 
-template <int FORMAT, int PASS>
-inline Factors factor(const Unpacked& w, long g) {
-    return HAS_WHOLE_SCALES[FORMAT] ? w.by[g][PASS] : factors(PASS == 0 ? 1 : 16);
-}
-
 // R rows of x with what is unpacked, from number k on: to[r] += Σ.
 template <int FORMAT, int R>
 struct Tile16 {
@@ -143,22 +126,34 @@ struct Tile16 {
 
     template <int PASS>
     inline __attribute__((always_inline)) void pass(const Unpacked& w, long g, Sums* to) const {
-        constexpr int CELLS = cells(FORMAT);
-        constexpr long FIRST = FORMAT == Q6_K ? 16 * PASS : 0;
+        constexpr int CELLS = 8 / PASSES[FORMAT], FIRST = CELLS * PASS;
         Parts parts[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-            parts[r] = begin<offset(FORMAT, PASS), CELLS / 4>(sums[r] + 4 * g + FIRST / 8);
+            parts[r] = begin<OFFSET[FORMAT], CELLS / 4>(sums[r] + 4 * g + FIRST / 2);
 #pragma GCC unroll 8
-        for (int c = 0; c < CELLS; ++c) {
-            Bytes four = in_register(w.q[g][CELLS * PASS + c]);
+        for (int c = FIRST; c < FIRST + CELLS; ++c) {
+            Bytes four = in_register(w.q[g][c]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                parts[r] = add_four(parts[r], four, q[r] + 32 * g + FIRST + 4 * c);
+                parts[r] = add_four(parts[r], four, q[r] + 32 * g + 4 * c);
         }
-        Factors by = factor<FORMAT, PASS>(w, g);
+        Factors by = HAS_WHOLE_SCALES[FORMAT] ? w.by[g][PASS] : factors(1);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) to[r] = PASS == 0 ? parts[r] * by : to[r] + parts[r] * by;
+    }
+
+    inline __attribute__((always_inline)) void signed_bytes(const Unpacked& w, long g,
+                                                            Sums* to) const {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) to[r] = begin_signed(sums[r] + 4 * g);
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; ++c) {
+            Bytes four = in_register(bytes_at(w.bytes + 16 * (34 * g + 2 + 4 * c)));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                to[r] = add_four_signed(to[r], four, q[r] + 32 * g + 4 * c);
+        }
     }
 
     void add(const Unpacked& w, long groups, float* to, long stride) const {
@@ -170,8 +165,12 @@ struct Tile16 {
         }
         for (long g = 0; g < groups; ++g) {
             Sums found[R];
-            pass<0>(w, g, found);
-            if constexpr (passes(FORMAT) == 2) pass<1>(w, g, found);
+            if constexpr (FORMAT == Q8_0) {
+                signed_bytes(w, g, found);
+            } else {
+                pass<0>(w, g, found);
+                if constexpr (PASSES[FORMAT] == 2) pass<1>(w, g, found);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 Floats y = to_floats(found[r]);

@@ -44,8 +44,6 @@ inline Number number_at(const void* from) {
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512VNNI__)
 
-constexpr bool SPLIT_BYTES = true;  // into halves: sums of two products are kept in 16 bits
-
 struct Bytes {
     __m256i a, b;  // of rows 0 … 7 and 8 … 15
 };
@@ -74,10 +72,6 @@ inline Bytes operator&(Bytes x, int mask) {
     __m256i by = _mm256_set1_epi8((char)mask);
     return {_mm256_and_si256(x.a, by), _mm256_and_si256(x.b, by)};
 }
-inline Bytes operator^(Bytes x, int mask) {
-    __m256i by = _mm256_set1_epi8((char)mask);
-    return {_mm256_xor_si256(x.a, by), _mm256_xor_si256(x.b, by)};
-}
 inline Bytes operator|(Bytes x, Bytes y) {
     return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
 }
@@ -105,6 +99,19 @@ inline Parts add_four(Parts to, Bytes w, const int8_t* x) {
     to.a = _mm256_add_epi16(to.a, _mm256_maddubs_epi16(w.a, by));
     to.b = _mm256_add_epi16(to.b, _mm256_maddubs_epi16(w.b, by));
     asm("" : "+x"(to.a), "+x"(to.b));  // GCC would keep all products and add them up at the end
+    return to;
+}
+// The same of w in −128 … 127: products of 15 bits, of which two can be added up in 16.
+inline Sums begin_signed(const int16_t*) {
+    return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+inline Sums add_four_signed(Sums to, Bytes w, const int8_t* x) {
+    __m256i by = _mm256_set1_epi32(number_at<int32_t>(x)), ones = _mm256_set1_epi16(1);
+    __m256i a = _mm256_maddubs_epi16(_mm256_abs_epi8(w.a), _mm256_sign_epi8(by, w.a));
+    __m256i b = _mm256_maddubs_epi16(_mm256_abs_epi8(w.b), _mm256_sign_epi8(by, w.b));
+    to.a = _mm256_add_epi32(to.a, _mm256_madd_epi16(a, ones));
+    to.b = _mm256_add_epi32(to.b, _mm256_madd_epi16(b, ones));
+    asm("" : "+x"(to.a), "+x"(to.b));
     return to;
 }
 inline Sums widened(Small x) {  // bytes with a sign
@@ -144,8 +151,6 @@ inline Floats halves_at(const uint8_t* from) {  // 16 numbers of float16
 
 #else
 
-constexpr bool SPLIT_BYTES = false;
-
 typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
 typedef uint8_t AnyBytes __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint16_t BytePairs __attribute__((vector_size(64), may_alias));
@@ -176,6 +181,8 @@ inline Parts add_four(Parts to, Bytes w, const int8_t* x) {
     return to;
 #endif
 }
+inline Sums begin_signed(const int16_t* sums) { return begin<128, 2>(sums); }
+inline Sums add_four_signed(Sums to, Bytes w, const int8_t* x) { return add_four(to, w ^ 128, x); }
 inline Sums widened(Small x) {
 #if defined(__AVX512F__)
     return (Sums)_mm512_cvtepi8_epi32((__m128i)x);
