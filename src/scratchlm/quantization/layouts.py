@@ -1,10 +1,10 @@
 """The same bytes in the order a kernel reads them in.
 
-    rows     row after row, block after block: as in a file
-    panels   16 rows side by side (CPU): of each block cell by cell, a cell being four bytes of
-             quantised numbers or one scale, and each cell of all 16 rows; what is missing in the
-             last panel is 0
-    planes   (GPU) the quantised numbers of all rows, then each kind of scale of all rows
+rows     row after row, block after block: as in a file
+panels   16 rows side by side (CPU): of each block cell by cell, a cell being four bytes of
+         quantised numbers or one scale, and each cell of all 16 rows; what is missing in the
+         last panel is 0
+planes   (GPU) the quantised numbers of all rows, then each kind of scale of all rows
 """
 
 from __future__ import annotations
