@@ -355,7 +355,8 @@ def main() -> None:
     child.add_argument("path")
     child.add_argument("threads", type=int)
     args = parser.parse_args()
-    command = "python bench/quantized.py " + shlex.join(sys.argv[1:])
+    given = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    command = "python bench/quantized.py " + shlex.join(given)
     where, with_ = machine(), versions("torch", "cyllama", "xllamacpp")
     if args.mode == "child":
         measure = measure_ours if args.who == "ours" else measure_theirs

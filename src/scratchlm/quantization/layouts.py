@@ -1,13 +1,10 @@
 """The same bytes in the order a kernel reads them in.
 
-    rows     row after row, block after block: as in a file
-    panels   16 rows side by side (CPU): of each block cell by cell, a cell being four bytes of
-             quantised numbers or one scale, and each cell of all 16 rows; what is missing in the
-             last panel is 0
-    planes   (GPU) the quantised numbers of all rows, then each kind of scale of all rows
-
-In panels the signs of q8_0 are flipped in: 0 … 255 stand for −128 … 127, as the processor's
-product takes one factor without a sign.
+rows     row after row, block after block: as in a file
+panels   16 rows side by side (CPU): of each block cell by cell, a cell being four bytes of
+         quantised numbers or one scale, and each cell of all 16 rows; what is missing in the
+         last panel is 0
+planes   (GPU) the quantised numbers of all rows, then each kind of scale of all rows
 """
 
 from __future__ import annotations
@@ -70,17 +67,10 @@ def from_layout(
     return _from_planes(stored, format, count, chosen)
 
 
-def _flip_signs(rows: Tensor, format: str) -> Tensor:
-    if format != "q8_0":
-        return rows
-    flip = rows.new_tensor([0, 0] + [0x80] * 32)
-    return (rows.unflatten(-1, (-1, 34)) ^ flip).flatten(-2)
-
-
 def _to_panels(rows: Rows, format: str) -> Tensor:
     segments = SEGMENTS[format]
     missing = -len(rows) % PANEL_ROWS
-    padded = torch.cat([_flip_signs(rows, format), rows.new_zeros(missing, rows.shape[1])])
+    padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
     blocks = padded.view(-1, PANEL_ROWS, rows.shape[1] // segments[-1][1], segments[-1][1])
     parts = [
         blocks[..., first:end]
@@ -104,7 +94,7 @@ def _from_panels(stored: Tensor, format: str, count: int, chosen: Tensor | None)
         .flatten(3)
         for first, end, cell in segments
     ]
-    rows = _flip_signs(torch.cat(parts, dim=-1).flatten(2), format)  # (panels, 16, bytes)
+    rows = torch.cat(parts, dim=-1).flatten(2)  # (panels, 16, bytes)
     if chosen is None:
         return rows.flatten(0, 1)[:count]
     return rows[torch.arange(len(chosen), device=rows.device), chosen % PANEL_ROWS]
