@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from inference.test_chat import CHATML
@@ -92,7 +93,8 @@ def test_speculation_changes_no_greedy_text_and_says_what_it_cannot(run, tmp_pat
         assert (found.exit_code, found.stdout) == (0, expected.stdout)
     slow = call(*options, "--speculate", "lookup", "--no-accelerate")
     assert slow.stdout == expected.stdout
-    assert "warning: speculation gains nothing" in slow.stderr
+    gains = torch.cuda.is_available()  # there proposals are read together
+    assert ("warning: speculation gains nothing" in slow.stderr) != gains
     other = save(tmp_path, byte_tokenizer("<|end|>"))
     for more, message in (
         (["--speculate", "draft"], "--speculate draft needs a draft model"),
