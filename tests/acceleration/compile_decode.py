@@ -51,11 +51,11 @@ def compiled(kernel, args, warps):
 
 
 def main(family: str) -> None:
-    launches = {}
+    launches, format = {}, ""
 
     def record(step, kernel, grid, *args, warps=4, first=False):
         key = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
-        launches[kernel.__name__, key] = (kernel, args, warps)
+        launches[kernel.__name__ + format, key] = (kernel, args, warps)
 
     def recorded(kind):
         return type("Recorder", (kind,), {"_launch": record})
@@ -95,6 +95,7 @@ def main(family: str) -> None:
             step = recorded(GPUQuantizedStep)(few, cache, max_kv_len=16, pdl=True)
             step._embed = lambda: None
             few.lm_head.forward = lambda x: x.new_zeros(1, 512)
+            format = f":{to}"
             step.run()
     for (name, _), (kernel, args, warps) in launches.items():
         text = compiled(kernel, args, warps).asm["ptx"]
