@@ -225,6 +225,7 @@ def test_watch_checks_after_a_save_what_has_changed_and_only_that(solution):
     code = "from scratchlm.cli import main; main()"
     command = [sys.executable, "-u", "-c", code, "check", str(solution), "--watch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # old bytecode may look like new
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
     try:
         first = read_until(process, "waiting for a save")

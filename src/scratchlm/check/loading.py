@@ -7,8 +7,9 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from scratchlm.check.tasks import BY_NAME
@@ -103,6 +104,14 @@ def _is_stub(function: ast.FunctionDef) -> bool:
     )
 
 
+class _FromSource(SourceFileLoader):
+    """Takes no bytecode: of two saves within a second that of the first may look current."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the file as it is now."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_module(path: Path) -> ModuleType:
     """Import a file; one inside a package (`tests/adapters.py`) is imported as part of it."""
     folder = path.resolve().parent
@@ -112,7 +121,7 @@ def load_module(path: Path) -> ModuleType:
         if place not in sys.path:
             sys.path.insert(0, place)
     name = f"{folder.name}.{path.stem}" if packaged else MODULE
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     if packaged:

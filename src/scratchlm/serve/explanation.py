@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-import scratchlm
 from scratchlm.inspect import Look, inspect
 from scratchlm.model import LayerNorm, RMSNorm
 from scratchlm.serve.subject import Ids, Subject
@@ -28,7 +27,7 @@ from scratchlm.serve.subject import Ids, Subject
 Explanation = dict[str, Any]
 Part = list[Any]
 REFERENCE = "ops/reference.py"
-_PACKAGE = Path(scratchlm.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _TERMS = 6  # of a long sum that are written out
 
 
