@@ -238,6 +238,10 @@ class GPUStep:
             num_ctas=kernel.CTAS,
         )
 
+    def _matrix(self, linear: Any) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's matrix as the kernels read it, and a scale for each of its rows."""
+        return linear.weight, None
+
     def _tile(self, kernel: str, rows: int, width: int) -> Tile:
         size = self.dtype.itemsize
         return self.tiles.get(kernel) or choose_tile(kernel, rows, width, size)
@@ -251,7 +255,7 @@ class GPUStep:
         outputs: list[Tensor],
         advance: bool = False,
     ) -> None:
-        weights = [linear.weight for linear in linears]
+        weights, scales = map(list, zip(*map(self._matrix, linears), strict=True))
         biases = [getattr(linear, "bias", None) for linear in linears]
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         tile = self._tile(kernel, sum(sizes), width)
@@ -264,7 +268,7 @@ class GPUStep:
             *(x, gain, shift),
             *(*weights, *[None] * absent),
             *(*biases, *[None] * absent),
-            *(None, None, None),
+            *(*scales, *[None] * absent),
             *(*outputs, *[None] * absent),
             self.lengths if advance else None,
             *(sizes + [0] * absent),
@@ -289,27 +293,30 @@ class GPUStep:
         y: Tensor,
         shares: int = 1,
     ) -> None:
-        rows, width = linear.weight.shape
+        weight, scales = self._matrix(linear)
+        rows, width = weight.shape
         tile = self._tile(kernel, rows, width)
         parts, part = tile.k_chunks(width)
         self._launch(
             self.kernels.project_add,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, v, self.sums if shares > 1 else None, linear.weight, linear.bias, None, y),
+            *(x, v, self.sums if shares > 1 else None, weight, linear.bias, scales, y),
             *(rows, width, self.model.config.d_head, shares),
             *(self.rows, tile.rows, part, parts, tile.tiles, self.pdl),
             warps=tile.warps,
         )
 
     def _norm_gate(self, x: Tensor, norm: nn.Module, ffn: SwiGLU | MLP) -> None:
-        rows, width = ffn.w1.weight.shape
+        w1, s1 = self._matrix(ffn.w1)
+        w3, s3 = self._matrix(ffn.w3) if isinstance(ffn, SwiGLU) else (None, None)
+        b3 = ffn.w3.bias if isinstance(ffn, SwiGLU) else None
+        rows, width = w1.shape
         tile = self._tile("gate" if isinstance(ffn, SwiGLU) else "up", rows, width)
         kind, gain, shift, eps = self._norm(norm)
-        w3, b3 = (ffn.w3.weight, ffn.w3.bias) if isinstance(ffn, SwiGLU) else (None, None)
         self._launch(
             self.kernels.norm_up,
             (-(-rows // (tile.rows * tile.tiles)),),
-            *(x, gain, shift, ffn.w1.weight, w3, ffn.w1.bias, b3, None, None, self.u),
+            *(x, gain, shift, w1, w3, ffn.w1.bias, b3, s1, s3, self.u),
             *(rows, width, eps, kind, self._activation(ffn), self.rows),
             *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
             warps=tile.warps,

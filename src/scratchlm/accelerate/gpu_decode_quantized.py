@@ -137,6 +137,10 @@ class GPUQuantizedStep(GPUStep):
             self._planes[id(linear)] = found
         return found
 
+    def _matrix(self, linear: Any) -> tuple[Tensor, Tensor | None]:
+        weight, scales, *_ = self._of(linear)
+        return weight, scales
+
     def _blocks_sizes(self, linear: Any, rows: int) -> tuple[Tile, tuple[Any, ...]]:
         name, width = linear.format.name, linear.shape[1]
         units = power_of_two(width // self.blocks.UNIT[name])
@@ -153,51 +157,32 @@ class GPUQuantizedStep(GPUStep):
         outputs: list[Tensor],
         advance: bool = False,
     ) -> None:
+        if linears[0].format.name in ROW_SCALE:
+            super()._project_few(kernel, x, norm, linears, outputs)
+            return
         sizes, width = [linear.shape[0] for linear in linears], linears[0].shape[1]
         kind, gain, shift, eps = self._norm(norm)
         absent = [None] * (3 - len(linears))
         planes = [self._of(linear) for linear in linears]
-        biases = [getattr(linear, "bias", None) for linear in linears]
+        biases = [getattr(linear, "bias", None) for linear in linears] + absent
         weights, scales = ([plane[i] for plane in planes] + absent for i in (0, 1))
-        given = (*biases, *absent), (*outputs, *absent), (*sizes, *[0] * len(absent), width)
-        if linears[0].format.name in ROW_SCALE:
-            tile = self._tile(kernel, sum(sizes), width)
-            blocks = sum(-(-size // tile.rows) for size in sizes)
-            self._launch(
-                self.kernels.norm_project,
-                (-(-blocks // tile.tiles),),
-                *(x, gain, shift, *weights, *given[0], *scales, *given[1], None, *given[2]),
-                *(eps, kind, biases[0] is not None, 1),
-                *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
-                warps=tile.warps,
-            )
-            return
         tile, rest = self._blocks_sizes(linears[0], sum(sizes))
         packed = [plane[2] if len(plane) > 2 else None for plane in planes] + absent
         self._launch(
             self.blocks.norm_project_blocks,
             (sum(-(-size // tile.rows) for size in sizes),),
-            *(x, gain, shift, *weights, *scales, *packed, *given[0], *given[1]),
-            *(*given[2], eps, kind, *rest),
+            *(x, gain, shift, *weights, *scales, *packed, *biases, *outputs, *absent),
+            *(*sizes, *[0] * len(absent), width, eps, kind, *rest),
             warps=tile.warps,
         )
 
     def _project_add(
         self, kernel: str, x: Tensor, v: Tensor, linear: Any, y: Tensor, shares: int = 1
     ) -> None:
-        (rows, width), (weight, scales, *packed) = linear.shape, self._of(linear)
         if linear.format.name in ROW_SCALE:
-            tile = self._tile(kernel, rows, width)
-            parts, part = tile.k_chunks(width)
-            self._launch(
-                self.kernels.project_add,
-                (-(-rows // (tile.rows * tile.tiles)),),
-                *(x, v, self.sums if shares > 1 else None, weight, linear.bias, scales, y),
-                *(rows, width, self.model.config.d_head, shares),
-                *(1, tile.rows, part, parts, tile.tiles, self.pdl),
-                warps=tile.warps,
-            )
+            super()._project_add(kernel, x, v, linear, y, shares)
             return
+        (rows, width), (weight, scales, *packed) = linear.shape, self._of(linear)
         tile, rest = self._blocks_sizes(linear, rows)
         self._launch(
             self.blocks.project_add_blocks,
@@ -209,22 +194,14 @@ class GPUQuantizedStep(GPUStep):
 
     def _norm_gate(self, x: Tensor, norm: nn.Module, ffn: SwiGLU | MLP) -> None:
         w1: Any = ffn.w1
+        if w1.format.name in ROW_SCALE:
+            super()._norm_gate(x, norm, ffn)
+            return
         w3: Any = ffn.w3 if isinstance(ffn, SwiGLU) else None
         (rows, width), (weight1, scales1, *packed1) = w1.shape, self._of(w1)
         weight3, scales3, *packed3 = self._of(w3) if w3 is not None else (None, None)
         kind, gain, shift, eps = self._norm(norm)
         biases = w1.bias, None if w3 is None else w3.bias
-        if w1.format.name in ROW_SCALE:
-            tile = self._tile("gate" if w3 is not None else "up", rows, width)
-            self._launch(
-                self.kernels.norm_up,
-                (-(-rows // (tile.rows * tile.tiles)),),
-                *(x, gain, shift, weight1, weight3, *biases, scales1, scales3, self.u),
-                *(rows, width, eps, kind, self._activation(ffn), 1),
-                *(tile.rows, power_of_two(width), tile.tiles, self.pdl),
-                warps=tile.warps,
-            )
-            return
         tile, rest = self._blocks_sizes(w1, rows)
         packed = (packed1[0] if packed1 else None), (packed3[0] if packed3 else None)
         self._launch(

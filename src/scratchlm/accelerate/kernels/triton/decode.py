@@ -212,32 +212,30 @@ def norm_project(
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
     step = tl.num_programs(0)
-    first, N, matrix = _select_matrix(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+    first, N, matrix = select_matrix(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     weights = _load_weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
     w, b = load_norm_parameters(norm_weight, norm_bias, K, BLOCK_K, NORM)
     launch_dependents_and_wait(PDL)
     for tile in tl.static_range(TILES):
         if tile + 1 < TILES:
             next_block = block + step
-            first, N, matrix = _select_matrix(
+            first, N, matrix = select_matrix(
                 next_block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N
             )
             next_weights = _load_weights(matrix, first, N, K, BLOCK_N, BLOCK_K)
-        first, N, y = _select_matrix(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+        first, N, y = select_matrix(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
         n = first + tl.arange(0, BLOCK_N)
         for row in tl.static_range(ROWS):
             if ROWS > 1 or tile == 0:  # one vector stays in registers, several are reloaded
                 v, scale = normalize(load_vector(x + row * K, K, BLOCK_K), w, b, K, EPS, NORM)
             out = _matvec(weights, v) * scale
             if s0 is not None:
-                _, _, scales = _select_matrix(
+                _, _, scales = select_matrix(
                     block, s0, s1, s2, N0, N1, N2, blocks0, blocks1, BLOCK_N
                 )
                 out *= tl.load(scales + n, mask=n < N, other=0.0)
             if BIAS:
-                _, _, bias = _select_matrix(
-                    block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N
-                )
+                _, _, bias = select_matrix(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
                 out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
             tl.store(y + row * N + n, out.to(y.dtype.element_ty), mask=n < N)
         if tile + 1 < TILES:
@@ -250,7 +248,7 @@ def norm_project(
 
 
 @triton.jit
-def _select_matrix(
+def select_matrix(
     block,
     p0,
     p1,

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from scratchlm.accelerate.kernels.triton.decode import (
-    _select_matrix,
     activation,
     launch_dependents_and_wait,
+    select_matrix,
 )
 
 
@@ -181,7 +181,7 @@ def norm_project_batch(
     blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     blocks1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
-    first, N, matrix = _select_matrix(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+    first, N, matrix = select_matrix(block, w0, w1, w2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     _prefetch(matrix, first, N, K, BLOCK_N, PIECE)
     launch_dependents_and_wait(PDL)
     mean, scale = _statistics(x, NORM, ROWS, K, EPS, BLOCK_M, BLOCK_K)
@@ -197,10 +197,10 @@ def norm_project_batch(
         squares += more
     if NORM == 1:
         out = out * tl.rsqrt(squares / K + EPS)[:, None]
-    first, N, y = _select_matrix(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+    first, N, y = select_matrix(block, y0, y1, y2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
     n = first + tl.arange(0, BLOCK_N)
     if BIAS:
-        _, _, bias = _select_matrix(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
+        _, _, bias = select_matrix(block, b0, b1, b2, N0, N1, N2, blocks0, blocks1, BLOCK_N)
         out = _add_bias(out, bias, n, N)
     _store_block(y, out, n, N, ROWS, BLOCK_M)
 

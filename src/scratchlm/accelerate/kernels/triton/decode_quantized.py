@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from scratchlm.accelerate.kernels.triton.decode import activation, launch_dependents_and_wait
-from scratchlm.accelerate.kernels.triton.quantized_gemv import _dot_of_bytes, _scales_q4_k
+from scratchlm.accelerate.kernels.triton.quantized_gemv import dot_of_bytes, scales_q4_k
 
 Q8_0, Q4_0, Q4_K = 0, 1, 2
 FORMATS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_k": Q4_K}
@@ -59,8 +59,8 @@ def _load_matrix(
         block = row * (K // 256) + unit // 4
         scale = tl.load(d + 2 * block, mask=inside, other=0.0).to(tl.float32)
         less = tl.load(d + 2 * block + 1, mask=inside, other=0.0).to(tl.float32)
-        s, t = _scales_q4_k(packed, 3 * block, inside, unit % 4 * 2)
-        s2, t2 = _scales_q4_k(packed, 3 * block, inside, unit % 4 * 2 + 1)
+        s, t = scales_q4_k(packed, 3 * block, inside, unit % 4 * 2)
+        s2, t2 = scales_q4_k(packed, 3 * block, inside, unit % 4 * 2 + 1)
         return both, scale * s, scale * s2, less * t, less * t2
     scale = tl.load(d + row * count + unit, mask=inside, other=0.0).to(tl.float32)
     return both, scale, scale, scale, scale
@@ -182,14 +182,14 @@ def _multiply(matrix, x, FORMAT: tl.constexpr, ASM: tl.constexpr):
     low, high, by, by2, factor = x
     low, high = low[None, :, :], high[None, :, :]
     if FORMAT == 0:
-        sums = tl.sum(_dot_of_bytes(both, both * 0 + low, ASM), 2).to(tl.float32)
+        sums = tl.sum(dot_of_bytes(both, both * 0 + low, ASM), 2).to(tl.float32)
         out = sums * (scale * by[None, :])
     else:
         ones = low * 0 + 0x01010101
-        of_low = tl.sum(_dot_of_bytes(low, ones, ASM), 2)
-        of_high = tl.sum(_dot_of_bytes(high, ones, ASM), 2)
-        dots = tl.sum(_dot_of_bytes(both & 0x0F0F0F0F, both * 0 + low, ASM), 2)
-        dots2 = tl.sum(_dot_of_bytes(both >> 4 & 0x0F0F0F0F, both * 0 + high, ASM), 2)
+        of_low = tl.sum(dot_of_bytes(low, ones, ASM), 2)
+        of_high = tl.sum(dot_of_bytes(high, ones, ASM), 2)
+        dots = tl.sum(dot_of_bytes(both & 0x0F0F0F0F, both * 0 + low, ASM), 2)
+        dots2 = tl.sum(dot_of_bytes(both >> 4 & 0x0F0F0F0F, both * 0 + high, ASM), 2)
         if FORMAT == 1:
             sums = dots + dots2 - 8 * (of_low + of_high)
             out = sums.to(tl.float32) * (scale * by[None, :])

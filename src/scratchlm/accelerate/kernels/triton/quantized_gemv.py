@@ -26,7 +26,7 @@ WEIGHTS_AT_ONCE = 1024  # of a row, where it has one scale
 
 
 @triton.jit
-def _dot_of_bytes(a, b, ASM: tl.constexpr):
+def dot_of_bytes(a, b, ASM: tl.constexpr):
     """Return the sum of the products of four signed bytes."""
     if ASM:
         return tl.inline_asm_elementwise(
@@ -78,7 +78,7 @@ def _gemv_q8_0_kernel(
         weights = tl.load(w + row[:, :, None] * (K // 4) + b[:, :, None] * 8 + i,
                           mask=inside[:, :, None], other=0)  # fmt: skip
         x = tl.load(q + m * (K // 4) + b[:, :, None] * 8 + i, mask=there[:, :, None], other=0)
-        sums = tl.sum(_dot_of_bytes(weights, x, ASM), axis=2)
+        sums = tl.sum(dot_of_bytes(weights, x, ASM), axis=2)
         by = tl.load(d_x + m * count + b, mask=there, other=0.0)
         scale = tl.load(d_w + row * count + b, mask=inside, other=0.0).to(tl.float32)
         acc += sums.to(tl.float32) * (scale * by)
@@ -105,9 +105,9 @@ def _gemv_q4_0_kernel(
         x_low = tl.load(x_at, mask=there[:, :, None], other=0)
         x_high = tl.load(x_at + 4, mask=there[:, :, None], other=0)
         ones = x_low * 0 + 0x01010101
-        of_x = tl.sum(_dot_of_bytes(x_low, ones, ASM) + _dot_of_bytes(x_high, ones, ASM), axis=2)
-        dots = _dot_of_bytes(both & 0x0F0F0F0F, x_low, ASM)
-        dots += _dot_of_bytes(both >> 4 & 0x0F0F0F0F, x_high, ASM)
+        of_x = tl.sum(dot_of_bytes(x_low, ones, ASM) + dot_of_bytes(x_high, ones, ASM), axis=2)
+        dots = dot_of_bytes(both & 0x0F0F0F0F, x_low, ASM)
+        dots += dot_of_bytes(both >> 4 & 0x0F0F0F0F, x_high, ASM)
         sums = tl.sum(dots, axis=2) - 8 * of_x
         by = tl.load(d_x + m * count + b, mask=there, other=0.0)
         scale = tl.load(d_w + row * count + b, mask=inside, other=0.0).to(tl.float32)
@@ -116,7 +116,7 @@ def _gemv_q4_0_kernel(
 
 
 @triton.jit
-def _scales_q4_k(packed, at, inside, j):
+def scales_q4_k(packed, at, inside, j):
     """Return s and t of sub-block j: 6 bits each, in 12 bytes read as three words."""
     byte = j % 4 * 8
     p = tl.load(packed + at, mask=inside, other=0) >> byte & 255
@@ -147,26 +147,26 @@ def _gemv_q4_k_kernel(
         x_low = tl.load(x_at, mask=there[:, :, None], other=0)
         x_high = tl.load(x_at + 8, mask=there[:, :, None], other=0)
         ones = x_low * 0 + 0x01010101
-        low_x = tl.sum(_dot_of_bytes(x_low, ones, ASM), axis=2).to(tl.float32)
-        high_x = tl.sum(_dot_of_bytes(x_high, ones, ASM), axis=2).to(tl.float32)
-        low = tl.sum(_dot_of_bytes(both & 0x0F0F0F0F, x_low, ASM), axis=2).to(tl.float32)
-        high = tl.sum(_dot_of_bytes(both >> 4 & 0x0F0F0F0F, x_high, ASM), axis=2).to(tl.float32)
+        low_x = tl.sum(dot_of_bytes(x_low, ones, ASM), axis=2).to(tl.float32)
+        high_x = tl.sum(dot_of_bytes(x_high, ones, ASM), axis=2).to(tl.float32)
+        low = tl.sum(dot_of_bytes(both & 0x0F0F0F0F, x_low, ASM), axis=2).to(tl.float32)
+        high = tl.sum(dot_of_bytes(both >> 4 & 0x0F0F0F0F, x_high, ASM), axis=2).to(tl.float32)
         by_low = tl.load(d_x + m * (K // 32) + 2 * b, mask=there, other=0.0)
         by_high = tl.load(d_x + m * (K // 32) + 2 * b + 1, mask=there, other=0.0)
         block = row * (K // 256) + b // 4
         d = tl.load(d_w + 2 * block, mask=inside, other=0.0).to(tl.float32)
         less = tl.load(d_w + 2 * block + 1, mask=inside, other=0.0).to(tl.float32)
-        s, t = _scales_q4_k(packed, 3 * block, inside, b % 4 * 2)
+        s, t = scales_q4_k(packed, 3 * block, inside, b % 4 * 2)
         acc += by_low * (d * s * low - less * t * low_x)
-        s, t = _scales_q4_k(packed, 3 * block, inside, b % 4 * 2 + 1)
+        s, t = scales_q4_k(packed, 3 * block, inside, b % 4 * 2 + 1)
         acc += by_high * (d * s * high - less * t * high_x)
     _finish(y, bias, tl.sum(acc, axis=1), m, n, N, BIAS)
 
 
 @triton.jit
 def _add_q6_k(acc, weights, x, ones, scale, by, ASM: tl.constexpr):
-    of_x = tl.sum(_dot_of_bytes(x, ones, ASM), axis=2)
-    sums = tl.sum(_dot_of_bytes(weights, x, ASM), axis=2) - 32 * of_x
+    of_x = tl.sum(dot_of_bytes(x, ones, ASM), axis=2)
+    sums = tl.sum(dot_of_bytes(weights, x, ASM), axis=2) - 32 * of_x
     return acc + sums.to(tl.float32) * (scale * by)
 
 
