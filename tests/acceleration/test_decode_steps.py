@@ -13,6 +13,7 @@ from scratchlm.accelerate.gpu_decode_batch import (
 from scratchlm.accelerate.gpu_decode_quantized import (
     GPUQuantizedStep,
     blocks_tile,
+    row_scale_tile,
     why_not_quantized,
 )
 from scratchlm.accelerate.kernels.triton.decode_tiles import Tile, power_of_two
@@ -64,9 +65,9 @@ def test_a_batch_has_the_models_numbers(family, rows):
 @pytest.mark.parametrize("to", ["int8", "fp8", "q8_0", "q4_0", "q4_k"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_quantised_row_has_the_models_numbers(family, to, monkeypatch):
-    if not CUDA:  # the interpreter takes milliseconds for each program
-        monkeypatch.setattr(gpu_decode_quantized, "TARGET_PROGRAMS", 1)
-        monkeypatch.setattr(gpu_decode_quantized, "choose_tile", lambda *_: Tile(16, 4))
+    # The interpreter takes milliseconds for each program; 16 rows, then others, some too many.
+    monkeypatch.setattr(gpu_decode_quantized, "row_scale_tile", lambda *_: Tile(16, 4, 3))
+    monkeypatch.setattr(gpu_decode_quantized, "blocks_tile", lambda *_: Tile(16, 4, 3))
     width = 256 if to == "q4_k" else 64
     sizes = {"d_model": width, "d_ff": width, "vocab_size": 32, "num_layers": 1}
     config = FAMILIES[family].replace(context_length=PAGE * PAGES, **sizes)
@@ -99,5 +100,7 @@ def test_sizes_are_those_the_kernels_take():
         assert splits.block_keys == power_of_two(splits.block_keys)
         assert 1 <= splits.num_splits <= 64
         assert not splits.deferred_combine
-    assert blocks_tile(6400, 64, 4) == Tile(8, 4)
-    assert blocks_tile(100, 64, 4) == Tile(1, 4)
+    assert blocks_tile(6400, 1600, 1, 32) == Tile(8, 4, 3)
+    assert blocks_tile(100, 1600, 1, 32) == Tile(1, 4)
+    assert row_scale_tile("gate", 11_008, 4096) == Tile(2, 4, 8)
+    assert row_scale_tile("down", 4096, 11_008) == Tile(2, 8, 4, quarters=3)

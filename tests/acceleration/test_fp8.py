@@ -170,7 +170,7 @@ def test_a_model_learns_in_eight_bits(compile_how):
     for precision in ("bf16-residual", "fp8"):
         model = accelerate(build_model(config, 0, DEVICE))
         apply_precision(model, precision)
-        loss_of = apply_compile(model, compile_how)
+        loss_of = apply_compile(model, compile_how if precision == "fp8" else "off")
         optimizer = AdamW(model.parameters(), lr=1e-2)
         for _ in range(12):
             with torch.autocast(DEVICE, torch.bfloat16):

@@ -103,7 +103,9 @@ class FlatForward:
 
     def block_q(self, tokens: int) -> int:
         """New tokens of one row that a tile of a prompt takes, in a step of so many."""
-        lines = 32 if tokens <= FEW_TOKENS or self.dtype.itemsize == 4 else 128
+        lines = 128
+        if tokens <= FEW_TOKENS or self.dtype.itemsize == 4:
+            lines = 64 if self.dtype.itemsize == 2 else 32
         return max(1, (16 if self.exact else lines) // power_of_two(self.group))
 
     def prompt_tiles(self, table: Tensor, tokens: int, max_kv_len: int) -> Tiles:

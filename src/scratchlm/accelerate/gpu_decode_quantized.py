@@ -18,7 +18,6 @@ from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.kernels.triton.decode_tiles import (
     TARGET_PROGRAMS,
     Tile,
-    choose_tile,
     kv_splits_for,
     power_of_two,
 )
@@ -56,17 +55,34 @@ def _format(module: Any) -> Any:
     return module.format.name if is_read else None
 
 
-def blocks_tile(rows: int, units: int, words: int) -> Tile:
-    """Return rows of a program and warps, for rows of so many units of so many words."""
-    warps = 4 if units * words <= 1024 else 8
+def persistent_tile(rows: int, loads_per_row: int, warps: int, programs: int) -> Tile:
+    """Return the tile for `rows` rows of so many loads of 16 bytes a thread.
+
+    A thread should have about 8 loads on their way, and there should be few programs on each SM, as
+    each reads and rounds the vector anew: they take what is left one tile after the other.
+    """
     block = 1
-    while (
-        block < 16
-        and 2 * block * units * words <= 32 * warps * 16
-        and rows // (2 * block) >= TARGET_PROGRAMS
-    ):
+    while 2 * block * loads_per_row <= 8 and rows // (2 * block) >= TARGET_PROGRAMS:
         block *= 2
-    return Tile(block, warps)
+    return Tile(block, warps, max(1, min(8, round(rows / block / programs))))
+
+
+def blocks_tile(rows: int, width: int, matrices: int, unit: int) -> Tile:
+    """Return the tile of a program for `matrices` of `rows` rows, `unit` weights in 16 bytes."""
+    units = power_of_two(width // unit)
+    warps = 4 if units <= 256 else 8
+    loads = max(1, matrices * units // (32 * warps))
+    return persistent_tile(rows, loads, warps, TARGET_PROGRAMS)
+
+
+def row_scale_tile(kernel: str, rows: int, width: int) -> Tile:
+    """Return the tile for matrices of one byte a weight, one scale a row."""
+    padded = power_of_two(width)
+    warps = 4 if padded <= 4096 else 8
+    loads = max(1, (2 if kernel == "gate" else 1) * padded // (512 * warps))
+    tile = persistent_tile(rows, loads, warps, 2 * TARGET_PROGRAMS)
+    fits_three_quarters = kernel == "down" and 4 * width <= 3 * padded
+    return tile._replace(quarters=3) if fits_three_quarters else tile
 
 
 class GPUQuantizedStep(GPUStep):
@@ -141,12 +157,14 @@ class GPUQuantizedStep(GPUStep):
         weight, scales, *_ = self._of(linear)
         return weight, scales
 
-    def _blocks_sizes(self, linear: Any, rows: int) -> tuple[Tile, tuple[Any, ...]]:
+    def _blocks_sizes(
+        self, linear: Any, rows: int, matrices: int = 1
+    ) -> tuple[Tile, tuple[Any, ...]]:
         name, width = linear.format.name, linear.shape[1]
-        units = power_of_two(width // self.blocks.UNIT[name])
-        tile = blocks_tile(rows, units, 4 if name == "q4_0" else 8)
-        sizes = (self.blocks.FORMATS[name], tile.rows, units, not self.interpreted, self.pdl)
-        return tile, sizes
+        tile = blocks_tile(rows, width, matrices, self.blocks.UNIT[name])
+        groups = max(2, power_of_two(width // 32))
+        sizes = (self.blocks.FORMATS[name], tile.rows, groups, tile.tiles)
+        return tile, (*sizes, not self.interpreted, self.pdl)
 
     def _project_few(
         self,
@@ -170,7 +188,7 @@ class GPUQuantizedStep(GPUStep):
         packed = [plane[2] if len(plane) > 2 else None for plane in planes] + absent
         self._launch(
             self.blocks.norm_project_blocks,
-            (sum(-(-size // tile.rows) for size in sizes),),
+            (-(-sum(-(-size // tile.rows) for size in sizes) // tile.tiles),),
             *(x, gain, shift, *weights, *scales, *packed, *biases, *outputs, *absent),
             *(*sizes, *[0] * len(absent), width, eps, kind, *rest),
             warps=tile.warps,
@@ -186,7 +204,7 @@ class GPUQuantizedStep(GPUStep):
         tile, rest = self._blocks_sizes(linear, rows)
         self._launch(
             self.blocks.project_add_blocks,
-            (-(-rows // tile.rows),),
+            (-(-rows // (tile.rows * tile.tiles)),),
             *(x, v, weight, scales, packed[0] if packed else None, linear.bias, y),
             *(rows, width, *rest),
             warps=tile.warps,
@@ -202,15 +220,15 @@ class GPUQuantizedStep(GPUStep):
         weight3, scales3, *packed3 = self._of(w3) if w3 is not None else (None, None)
         kind, gain, shift, eps = self._norm(norm)
         biases = w1.bias, None if w3 is None else w3.bias
-        tile, rest = self._blocks_sizes(w1, rows)
+        tile, rest = self._blocks_sizes(w1, rows, 1 if w3 is None else 2)
         packed = (packed1[0] if packed1 else None), (packed3[0] if packed3 else None)
         self._launch(
             self.blocks.norm_up_blocks,
-            (-(-rows // tile.rows),),
+            (-(-rows // (tile.rows * tile.tiles)),),
             *(x, gain, shift, weight1, weight3, scales1, scales3, *packed, *biases, self.u),
             *(rows, width, eps, kind, self._activation(ffn), *rest),
             warps=tile.warps,
         )
 
     def _tile(self, kernel: str, rows: int, width: int) -> Tile:
-        return choose_tile(kernel, rows, width, 1)
+        return row_scale_tile(kernel, rows, width)

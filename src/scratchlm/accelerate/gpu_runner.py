@@ -29,6 +29,7 @@ from scratchlm.accelerate.gpu_decode import GPUStep
 from scratchlm.accelerate.gpu_decode_batch import GPUBatchStep
 from scratchlm.accelerate.gpu_decode_quantized import GPUQuantizedStep, why_not_quantized
 from scratchlm.accelerate.kernels import launches_for
+from scratchlm.accelerate.kernels.triton.decode_tiles import power_of_two
 from scratchlm.accelerate.recorded_step import Field, RecordedStep, StepInput
 from scratchlm.model import TransformerLM
 from scratchlm.paged import LAST, Choice, PagedCache, Step
@@ -297,12 +298,15 @@ class GPURunner:
     def _prompt_step(self, sizes: _Sizes, chooses: bool, last: Tensor) -> RecordedStep:
         """Return a step of these sizes, or the recorded one of their bucket, where it has room.
 
-        What is scored, and proposals, may be more rows or logits than there are requests.
+        Scored tokens and proposals may ask for more logits than there are requests.
         """
         bucket = _token_bucket(sizes.tokens)
         if bucket is None or max(sizes.rows, sizes.choosing) > self.max_rows:
             return self._mixed(sizes, chooses, last)
-        key = "prompts", bucket, sizes.max_kv_len, chooses
+        block_q = self._forward.block_q(bucket)
+        # A tile that is not there still costs its programs a start.
+        tiles = min(power_of_two(max(8, sizes.prompt_tiles)), bucket // block_q + self.max_rows)
+        key = "prompts", bucket, tiles, sizes.max_kv_len, chooses
         if key not in self._recorded:
             self._recorded[key] = None
             return self._mixed(sizes, chooses, last)
@@ -310,7 +314,6 @@ class GPURunner:
         if found is None:
             rows = self.max_rows
             decoding = 0 if self.exact else rows  # all, where the host knows some of their tokens
-            tiles = bucket // self._forward.block_q(bucket) + rows
             most = _Sizes(
                 *(bucket, rows, tiles, decoding, rows),
                 sizes.max_kv_len,

@@ -123,15 +123,25 @@ def load_norm_parameters(
 
 
 @triton.jit
+def _to_float32(weights):
+    """Widen weights; int8 by adding to 1.5 · 2²³, as conversions run at an eighth of the rate."""
+    if weights.dtype == tl.int8:
+        wide = (weights.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    else:
+        wide = weights.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def _matvec(weights, vector):
-    return tl.sum(weights.to(tl.float32) * vector[None, :], 1)
+    return tl.sum(_to_float32(weights) * vector[None, :], 1)
 
 
 @triton.jit
 def _matvec_chunks(weights, vector, CHUNKS: tl.constexpr):
-    products = weights[0].to(tl.float32) * vector[0][None, :]
+    products = _to_float32(weights[0]) * vector[0][None, :]
     for i in tl.static_range(1, CHUNKS):
-        products += weights[i].to(tl.float32) * vector[i][None, :]
+        products += _to_float32(weights[i]) * vector[i][None, :]
     return tl.sum(products, 1)
 
 

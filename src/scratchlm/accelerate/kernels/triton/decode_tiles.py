@@ -15,6 +15,7 @@ BYTES_PER_LOAD = 16
 TARGET_PROGRAMS = 264
 MAX_ROWS = 4  # larger batches use cuBLAS GEMMs
 MAX_DEFERRED_SPLITS = 8  # KV splits that the output projection combines as it reads them
+MAX_DEFERRED_WIDTH = 2048  # of all heads: each of its programs reads all splits of them
 SHORT_KV_LEN = 256  # rows of up to this length are not split
 # Limits of the Hopper kernel `decode_qkv_attention`: the head dimension, the keys that a cluster
 # can hold, d_model, and the heads. A head takes a cluster of 8 SMs: 132 SMs have room for 15
@@ -119,7 +120,7 @@ def kv_splits_for(max_kv_len: int, heads: int, rows: int, d_head: int) -> KVSpli
     is_small = rows <= MAX_ROWS and heads * rows * splits <= TARGET_PROGRAMS
     can_defer = is_small and splits <= MAX_DEFERRED_SPLITS and width == d_head
     if max_kv_len > SHORT_KV_LEN and can_defer:
-        return KVSplits(keys, warps, splits, deferred_combine=True)
+        return KVSplits(keys, warps, splits, heads * d_head <= MAX_DEFERRED_WIDTH)
     if max_kv_len <= 3 * keys and heads * rows < TARGET_PROGRAMS:
         if rows == 1 and (d_head, keys) in MEASURED_KV_SPLITS:
             return MEASURED_KV_SPLITS[d_head, keys]
