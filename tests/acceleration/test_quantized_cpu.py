@@ -138,8 +138,13 @@ def test_largest_numbers_do_not_overflow(name, value, scales):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [("-mavx2", "-mfma", "-mf16c"), ("-mfma",)], ids=["avx2", "sse"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("-mavx2", "-mfma", "-mf16c"), id="avx2"),
+        pytest.param(("-mfma",), id="sse", marks=pytest.mark.slow),
+    ],
+)
 def test_other_processors_compute_the_same(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_tuning", lambda compiler: iter(flags))
     (tmp_path / "cache").mkdir(mode=0o700)

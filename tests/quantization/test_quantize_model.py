@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def written(path, config=PLAIN):
         tokenizer_file=tokenizer,
         metadata={"eos_token_ids": [256]},
     )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Write a checkpoint once, for tests that only read it."""
+    return written(tmp_path_factory.mktemp("quantize"))
+
+
+@pytest.fixture(scope="module")
+def quantized(wide):
+    """Quantise it once for each format, for tests that leave the model as it is."""
+    return cache(lambda to: load_model(wide, quantize=to))
 
 
 @pytest.fixture
@@ -207,9 +220,8 @@ def test_a_model_is_not_quantised_twice():
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_a_checkpoint_keeps_quantised_tensors(tmp_path, to):
-    source = written(tmp_path)
-    loaded = load_model(source, quantize=to)
+def test_a_checkpoint_keeps_quantised_tensors(tmp_path, quantized, to):
+    loaded = quantized(to)
     assert loaded.is_quantized
     kept = write_checkpoint(tmp_path / "kept", model=loaded.model.state_dict(), config=PLAIN)
     again = load_model(kept)
@@ -227,20 +239,18 @@ def test_a_hugging_face_directory_is_quantised_as_it_is_read(tmp_path):
     assert torch.equal(found(IDS), expected(IDS))
 
 
-def test_what_cannot_be_loaded_is_one_line(tmp_path):
-    source = written(tmp_path)
-    loaded = load_model(source, quantize="q8_0")
-    kept = write_checkpoint(tmp_path / "kept", model=loaded.model.state_dict(), config=PLAIN)
+def test_what_cannot_be_loaded_is_one_line(tmp_path, wide, quantized):
+    state = quantized("q8_0").model.state_dict()
+    kept = write_checkpoint(tmp_path / "kept", model=state, config=PLAIN)
     with pytest.raises(ScratchLMError, match="quantised already"):
         load_model(kept, quantize="q4_0")
     with pytest.raises(ValueError, match="quantize to one of q8_0"):
-        load_model(source, quantize="q3")
+        load_model(wide, quantize="q3")
 
 
 @pytest.mark.parametrize("damage", ["rows", "bytes", "dtype", "both", "format", "norm"])
-def test_a_hostile_file_of_bytes_is_refused_by_name(tmp_path, damage):
-    source = load_model(written(tmp_path), quantize="q8_0")
-    state = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+def test_a_hostile_file_of_bytes_is_refused_by_name(tmp_path, quantized, damage):
+    state = dict(quantized("q8_0").model.state_dict())
     name = "layers.0.attn.q_proj.weight_q8_0"
     if damage == "rows":
         state[name] = state[name][1:]
@@ -260,8 +270,8 @@ def test_a_hostile_file_of_bytes_is_refused_by_name(tmp_path, damage):
         load_model(kept)
 
 
-def test_random_bytes_give_numbers_or_nan_and_never_fault(tmp_path):
-    source = load_model(written(tmp_path), quantize="q4_k_m")
+def test_random_bytes_give_numbers_or_nan_and_never_fault(tmp_path, quantized):
+    source = quantized("q4_k_m")
     generator = torch.Generator().manual_seed(0)
     kept = write_checkpoint(tmp_path / "kept", model=source.model.state_dict(), config=PLAIN)
     state = load_file(kept / "model.safetensors")
@@ -278,8 +288,8 @@ def test_random_bytes_give_numbers_or_nan_and_never_fault(tmp_path):
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_account_is_what_is_held(tmp_path, to):
-    held = held_bytes(load_model(written(tmp_path), quantize=to).model)
+def test_the_account_is_what_is_held(quantized, to):
+    held = held_bytes(quantized(to).model)
     serving = account(PLAIN, Setup(precision="fp32", quantize=to)).memory.serving
     predicted = next(part for part in serving.children if part.name == "weights").value
     assert abs(predicted - held) <= 0.02 * held
@@ -385,9 +395,9 @@ def test_a_quantised_checkpoint_is_served(tmp_path, run_cli):
 
 
 @pytest.mark.parametrize("to", ["q8_0", "q4_k_m", "int8"])
-def test_greedy_tokens_are_the_likeliest_by_the_formula(to, tmp_path):
-    path = written(tmp_path)
-    model, plain = (load_model(path, quantize=to, accelerate=fast).model for fast in (True, False))
+def test_greedy_tokens_are_the_likeliest_by_the_formula(to, wide, quantized):
+    model = quantized(to).model
+    plain = load_model(wide, quantize=to, accelerate=False).model
     prompts, options = [[5, 7, 9] * 3, [1] * 20], {"sampling": GREEDY, "eos_ids": []}
     rows = generate(model, prompts, max_new_tokens=12, **options)
     for prompt, row in zip(prompts, rows, strict=True):

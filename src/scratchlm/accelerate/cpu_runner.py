@@ -151,10 +151,10 @@ class CPURunner:
     # The model as the kernel reads it
 
     def _tensors(self) -> list[Tensor | None]:
-        return list(chain.from_iterable(tensors.values() for tensors in self._dicts if tensors))
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._held]
+        return list(map(Tensor.data_ptr, self._held))
 
     def _bind(self) -> None:
         """Write down where everything lies."""

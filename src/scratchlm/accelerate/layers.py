@@ -30,7 +30,7 @@ from scratchlm.ops.ranges import check_range
 
 def _why_no_shadow(module: AcceleratedLinear, x: Tensor, context: object) -> str | None:
     if module.shadow is None:
-        return "no bf16 shadow weights (the Learner keeps them)"
+        return "no bf16 shadow weights (training keeps them)"
     return "in 8 bits" if module.fp8 and fp8.is_on(x) else None
 
 

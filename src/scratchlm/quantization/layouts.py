@@ -3,7 +3,7 @@
 rows     row after row, block after block: as in a file
 panels   16 rows side by side (CPU): of each block cell by cell, a cell being four bytes of
          quantised numbers or one scale, and each cell of all 16 rows; what is missing in the
-         last panel is 0
+         last panel is 0. Cells that are needed together lie together: memory is read in order
 planes   (GPU) the quantised numbers of all rows, then each kind of scale of all rows
 """
 
@@ -72,6 +72,8 @@ def _to_panels(rows: Rows, format: str) -> Tensor:
     missing = -len(rows) % PANEL_ROWS
     padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
     blocks = padded.view(-1, PANEL_ROWS, rows.shape[1] // segments[-1][1], segments[-1][1])
+    if format == "q6_k":
+        blocks = blocks[..., _q6_k_order()]
     parts = [
         blocks[..., first:end]
         .unflatten(-1, (-1, cell))  # (panels, 16, blocks, cells, cell)
@@ -80,6 +82,16 @@ def _to_panels(rows: Rows, format: str) -> Tensor:
         for first, end, cell in segments
     ]
     return torch.cat(parts, dim=-1).flatten(1)
+
+
+def _q6_k_order() -> Int[Tensor, " bytes"]:
+    """Return the bytes of a block of q6_k: two cells of low bits, the high bits of both, and so on.
+
+    In the order of a file a kernel would read at two places by turns, which is slow in memory.
+    """
+    cells = torch.arange(48 * 4).view(6, 8, 4)  # of each half two of low bits, then the high bits
+    halves = cells[[0, 1, 4, 2, 3, 5]].view(2, 3, 8, 4)
+    return torch.cat([halves.transpose(1, 2).flatten(), torch.arange(192, 210)])
 
 
 def _from_panels(stored: Tensor, format: str, count: int, chosen: Tensor | None) -> Rows:
@@ -94,7 +106,10 @@ def _from_panels(stored: Tensor, format: str, count: int, chosen: Tensor | None)
         .flatten(3)
         for first, end, cell in segments
     ]
-    rows = torch.cat(parts, dim=-1).flatten(2)  # (panels, 16, bytes)
+    found = torch.cat(parts, dim=-1)  # (panels, 16, blocks, bytes)
+    if format == "q6_k":
+        found = found[..., _q6_k_order().argsort()]
+    rows = found.flatten(2)
     if chosen is None:
         return rows.flatten(0, 1)[:count]
     return rows[torch.arange(len(chosen), device=rows.device), chosen % PANEL_ROWS]

@@ -5,7 +5,7 @@
 // The inner sums are of whole numbers, hence exact; the outer sum goes block by block, in order.
 // So an output is the same whatever is computed beside it. Matrices lie in panels of 16 rows
 // (`quantization/layouts.py`): each vector holds four numbers of each row, and meets four numbers
-// of x, the same for all rows. 256 numbers of each row are unpacked, once for all rows of x.
+// of x, the same for all rows. For many rows of x, 256 numbers of each row are unpacked at a time.
 
 #pragma once
 
@@ -17,6 +17,7 @@ namespace {
 constexpr long PANEL_ROWS = 16;
 constexpr long AT_ONCE = 256;  // numbers of a row of a matrix
 constexpr int DOWN_ROWS = 4;   // of x: as many as registers allow
+constexpr long FEW_ROWS = DOWN_ROWS;
 
 enum WeightFormat { WIDE_WEIGHTS, Q8_0, Q4_0, Q4_K, Q6_K };
 
@@ -33,34 +34,6 @@ constexpr bool HAS_WHOLE_SCALES[] = {false, false, false, true, true};
 constexpr int PASSES[] = {1, 1, 1, 1, 2};
 constexpr int OFFSET[] = {0, 0, 8, 0, 32};  // of what is stored without a sign
 
-struct Unpacked {  // groups of 32 numbers of each of 16 rows
-    Bytes q[8][8];         // cell by cell
-    const uint8_t* bytes;  // of q8_0, instead: they are multiplied as they lie in the panel
-    Factors by[8][2];      // s of each pass
-    Floats d[8], t[8], m;  // d, m of whole super-blocks: one
-};
-
-template <int FORMAT>
-void unpack(const uint8_t* w, long groups, Unpacked& to);
-
-template <>
-void unpack<Q8_0>(const uint8_t* w, long groups, Unpacked& to) {
-    to.bytes = w;
-    for (long g = 0; g < groups; ++g) to.d[g] = halves_at(w + 16 * 34 * g);
-}
-
-template <>
-void unpack<Q4_0>(const uint8_t* w, long groups, Unpacked& to) {
-    for (long g = 0; g < groups; ++g, w += 16 * 18) {
-        to.d[g] = halves_at(w);
-        for (int c = 0; c < 4; ++c) {
-            Bytes both = bytes_at(w + 32 + 64 * c);
-            to.q[g][c] = both & 15;
-            to.q[g][4 + c] = right(both, 4) & 15;
-        }
-    }
-}
-
 // Scales s and t of sub-block j, of 6 bits each, in 12 bytes.
 inline void scales_q4_k(const uint8_t* from, long j, Small& s, Small& t) {
     if (j < 4) {
@@ -73,42 +46,82 @@ inline void scales_q4_k(const uint8_t* from, long j, Small& s, Small& t) {
     }
 }
 
-template <>
-void unpack<Q4_K>(const uint8_t* w, long groups, Unpacked& to) {
-    to.d[0] = halves_at(w);
-    to.m = halves_at(w + 32);
-    for (long g = 0; g < groups; ++g) {
+// Groups of 32 numbers of each of 16 rows, as they lie in a panel. A group is first + i: those that
+// share bytes have the same `first`, and are unrolled together, so that bytes are loaded once.
+template <int FORMAT>
+struct Packed {
+    const uint8_t* w;
+    static constexpr int TOGETHER = FORMAT == Q6_K ? 4 : FORMAT == Q4_K ? 2 : 1;
+    static constexpr long SIZE = FORMAT == Q8_0 ? 16 * 34 : FORMAT == Q6_K ? 2 * 210 : 16 * 18;
+
+    inline __attribute__((always_inline)) Bytes cell(long first, int i, int c) const {
+        if constexpr (FORMAT == Q8_0) {
+            return bytes_at(w + SIZE * first + 32 + 64 * c);
+        } else if constexpr (FORMAT == Q6_K) {
+            Bytes four = bytes_at(w + 64 * (6 * first + 3 * c + i % 2));
+            Bytes two = bytes_at(w + 64 * (6 * first + 3 * c + 2));
+            if (i < 2) return (four & 15) | (left(two, i == 0 ? 4 : 2) & 48);
+            return (right(four, 4) & 15) | ((i == 2 ? two : right(two, 2)) & 48);
+        } else {
+            bool low = FORMAT == Q4_0 ? c < 4 : i == 0;
+            Bytes both = bytes_at(FORMAT == Q4_0 ? w + SIZE * first + 32 + 64 * (c % 4)
+                                                 : w + 256 + 64 * (4 * first + c));
+            return (low ? both : right(both, 4)) & 15;
+        }
+    }
+    Factors by(long g, int pass) const {  // s of each pass
+        Small s, t;
+        if (FORMAT == Q6_K)
+            s = small_at(w + 16 * (192 + 2 * g + pass));
+        else
+            scales_q4_k(w + 64, g, s, t);
+        return factors(widened(s));
+    }
+    Floats t(long g) const {
         Small s, t;
         scales_q4_k(w + 64, g, s, t);
-        to.by[g][0] = factors(widened(s));
-        to.t[g] = to_floats(widened(t));
+        return to_floats(widened(t));
     }
-    for (long g = 0; g < groups; g += 2)
-        for (int c = 0; c < 8; ++c) {
-            Bytes both = bytes_at(w + 256 + 64 * (4 * g + c));
-            to.q[g][c] = both & 15;
-            to.q[g + 1][c] = right(both, 4) & 15;
-        }
-}
+    // d, m of whole super-blocks: one
+    Floats d(long g) const {
+        return halves_at(w + (FORMAT == Q6_K ? 16 * 208 : FORMAT == Q4_K ? 0 : SIZE * g));
+    }
+    Floats m() const { return halves_at(w + 32); }
+};
 
-template <>
-void unpack<Q6_K>(const uint8_t* w, long groups, Unpacked& to) {
-    to.d[0] = halves_at(w + 16 * 208);
-    for (long g = 0; g < groups; ++g)
-        for (int pass = 0; pass < 2; ++pass)
-            to.by[g][pass] = factors(widened(small_at(w + 16 * (192 + 2 * g + pass))));
-    for (long g = 0; g < groups; g += 4)
-        for (int c = 0; c < 8; ++c) {
-            Bytes a = bytes_at(w + 64 * (4 * g + c)), b = bytes_at(w + 64 * (4 * g + 8 + c));
-            Bytes two = bytes_at(w + 16 * 128 + 64 * (2 * g + c));
-            to.q[g][c] = (a & 15) | (left(two, 4) & 48);
-            to.q[g + 1][c] = (b & 15) | (left(two, 2) & 48);
-            to.q[g + 2][c] = (right(a, 4) & 15) | (two & 48);
-            to.q[g + 3][c] = (right(b, 4) & 15) | (right(two, 2) & 48);
-        }
-}
+// The same for many rows of x.
+template <int FORMAT>
+struct Unpacked {
+    Bytes cells[8][8];
+    Factors factors[8][2];
+    Floats scales[8], offsets[8], offset;
+    static constexpr int TOGETHER = 1;
 
-// R rows of x with what is unpacked, from number k on: to[r] += Σ.
+    Unpacked(const Packed<FORMAT>& from, long groups) {
+        constexpr bool SUPER = HAS_WHOLE_SCALES[FORMAT];
+        constexpr int TOGETHER = Packed<FORMAT>::TOGETHER;
+        for (long first = 0; first < groups; first += TOGETHER)
+#pragma GCC unroll 8
+            for (int c = 0; c < 8; ++c)
+#pragma GCC unroll 4
+                for (int i = 0; i < TOGETHER; ++i) cells[first + i][c] = from.cell(first, i, c);
+        for (long g = 0; g < groups; ++g) {
+            if (!SUPER || g == 0) scales[g] = from.d(g);
+            if (FORMAT == Q4_K) offsets[g] = from.t(g);
+            if (SUPER)
+                for (int pass = 0; pass < PASSES[FORMAT]; ++pass)
+                    factors[g][pass] = from.by(g, pass);
+        }
+        if (FORMAT == Q4_K) offset = from.m();
+    }
+    Bytes cell(long first, int, int c) const { return cells[first][c]; }
+    Factors by(long g, int pass) const { return factors[g][pass]; }
+    Floats t(long g) const { return offsets[g]; }
+    Floats d(long g) const { return scales[g]; }
+    Floats m() const { return offset; }
+};
+
+// R rows of x with weights, packed or not, from number k on: to[r] += Σ.
 template <int FORMAT, int R>
 struct Tile16 {
     const int8_t* q[R];
@@ -124,93 +137,114 @@ struct Tile16 {
         }
     }
 
-    template <int PASS>
-    inline __attribute__((always_inline)) void pass(const Unpacked& w, long g, Sums* to) const {
+    template <int PASS, class Weights>
+    inline __attribute__((always_inline)) void pass(const Weights& w, long first, int i,
+                                                    Sums* to) const {
         constexpr int CELLS = 8 / PASSES[FORMAT], FIRST = CELLS * PASS;
+        long g = first + i;
         Parts parts[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
             parts[r] = begin<OFFSET[FORMAT], CELLS / 4>(sums[r] + 4 * g + FIRST / 2);
 #pragma GCC unroll 8
         for (int c = FIRST; c < FIRST + CELLS; ++c) {
-            Bytes four = in_register(w.q[g][c]);
+            Bytes four = in_register(w.cell(first, i, c));
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 parts[r] = add_four(parts[r], four, q[r] + 32 * g + 4 * c);
         }
-        Factors by = HAS_WHOLE_SCALES[FORMAT] ? w.by[g][PASS] : factors(1);
+        Factors by = HAS_WHOLE_SCALES[FORMAT] ? w.by(g, PASS) : factors(1);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) to[r] = PASS == 0 ? parts[r] * by : to[r] + parts[r] * by;
     }
 
-    inline __attribute__((always_inline)) void signed_bytes(const Unpacked& w, long g,
+    template <class Weights>
+    inline __attribute__((always_inline)) void signed_bytes(const Weights& w, long g,
                                                             Sums* to) const {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) to[r] = begin_signed(sums[r] + 4 * g);
 #pragma GCC unroll 8
         for (int c = 0; c < 8; ++c) {
-            Bytes four = in_register(bytes_at(w.bytes + 16 * (34 * g + 2 + 4 * c)));
+            Bytes four = in_register(w.cell(g, 0, c));
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 to[r] = add_four_signed(to[r], four, q[r] + 32 * g + 4 * c);
         }
     }
 
-    void add(const Unpacked& w, long groups, float* to, long stride) const {
+    template <class Weights>
+    inline __attribute__((always_inline)) void add(const Weights& w, long groups, float* to,
+                                                   long stride) const {
         constexpr bool SUPER = HAS_WHOLE_SCALES[FORMAT];
         Floats total[R], least[R];
         for (int r = 0; r < R; ++r) {
             total[r] = SUPER ? all16(0.0f) : floats_at(to + r * stride);
             least[r] = all16(0.0f);
         }
-        for (long g = 0; g < groups; ++g) {
-            Sums found[R];
-            if constexpr (FORMAT == Q8_0) {
-                signed_bytes(w, g, found);
-            } else {
-                pass<0>(w, g, found);
-                if constexpr (PASSES[FORMAT] == 2) pass<1>(w, g, found);
-            }
+        for (long first = 0; first < groups; first += Weights::TOGETHER)
+#pragma GCC unroll 4
+            for (int i = 0; i < Weights::TOGETHER; ++i) {
+                long g = first + i;
+                Sums found[R];
+                if constexpr (FORMAT == Q8_0) {
+                    signed_bytes(w, g, found);
+                } else {
+                    pass<0>(w, first, i, found);
+                    if constexpr (PASSES[FORMAT] == 2) pass<1>(w, first, i, found);
+                }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                Floats y = to_floats(found[r]);
-                if (SUPER)
-                    total[r] = fma16(y, all16(scale[r][g]), total[r]);
-                else
-                    total[r] = fma16(y * scale[r][g], w.d[g], total[r]);
-                if (FORMAT == Q4_K) least[r] = fma16(w.t[g], all16(scaled[r][g]), least[r]);
+                for (int r = 0; r < R; ++r) {
+                    Floats y = to_floats(found[r]);
+                    if (SUPER)
+                        total[r] = fma16(y, all16(scale[r][g]), total[r]);
+                    else
+                        total[r] = fma16(y * scale[r][g], w.d(g), total[r]);
+                    if (FORMAT == Q4_K) least[r] = fma16(w.t(g), all16(scaled[r][g]), least[r]);
+                }
             }
-        }
         for (int r = 0; r < R; ++r) {
             float* at = to + r * stride;
-            if (SUPER) total[r] = fma16(w.d[0], total[r], floats_at(at));
-            if (FORMAT == Q4_K) total[r] = fma16(-w.m, least[r], total[r]);
+            if (SUPER) total[r] = fma16(w.d(0), total[r], floats_at(at));
+            if (FORMAT == Q4_K) total[r] = fma16(-w.m(), least[r], total[r]);
             store16(at, total[r]);
         }
     }
 };
 
-template <int FORMAT, int R>
-__attribute__((noinline)) void tile16(const Unpacked& w, const Rounded& x, long first, long k,
+template <int FORMAT, int R, class Weights>
+__attribute__((noinline)) void tile16(const Weights& w, const Rounded& x, long first, long k,
                                       long groups, float* to, long stride) {
     Tile16<FORMAT, R>(x, first, k).add(w, groups, to, stride);
 }
 
+template <int FORMAT, int R, class Weights>
+inline void tiles16(const Weights& w, const Rounded& x, long first, long rows, long k, long groups,
+                    float* to, long stride) {
+    long r = 0;
+    for (; r + R <= rows; r += R)
+        tile16<FORMAT, R>(w, x, first + r, k, groups, to + r * stride, stride);
+    if constexpr (R > 1)
+        if (r < rows)
+            tiles16<FORMAT, R / 2>(w, x, first + r, rows - r, k, groups, to + r * stride, stride);
+}
+
+// Few rows of x meet the bytes as they lie: what unpacks them costs less than to write them down.
 template <int FORMAT>
-void multiply_panel(const uint8_t* w, const Rounded& x, long first, long rows, float* to,
+void multiply_panel(const uint8_t* bytes, const Rounded& x, long first, long rows, float* to,
                     long stride) {
-    Unpacked unpacked;
     for (long r = 0; r < rows; ++r) store16(to + r * stride, all16(0.0f));
     for (long k = 0; k < x.depth; k += AT_ONCE) {
-        long numbers = std::min(AT_ONCE, x.depth - k), groups = numbers / GROUP, r = 0;
-        const uint8_t* next = w + panel_bytes(FORMAT, numbers);
-        for (long at = 0; at < next - w; at += 64) __builtin_prefetch(next + at);
-        unpack<FORMAT>(w, groups, unpacked);
-        for (; r + DOWN_ROWS <= rows; r += DOWN_ROWS)
-            tile16<FORMAT, DOWN_ROWS>(unpacked, x, first + r, k, groups, to + r * stride, stride);
-        for (; r < rows; ++r)
-            tile16<FORMAT, 1>(unpacked, x, first + r, k, groups, to + r * stride, stride);
-        w = next;
+        long numbers = std::min(AT_ONCE, x.depth - k), groups = numbers / GROUP;
+        Packed<FORMAT> w{bytes};
+        bytes += panel_bytes(FORMAT, numbers);
+        if (FORMAT == Q8_0 || rows <= FEW_ROWS) {
+            tiles16<FORMAT, DOWN_ROWS>(w, x, first, rows, k, groups, to, stride);
+        } else {
+            for (long at = 0; at < panel_bytes(FORMAT, numbers); at += 64)
+                __builtin_prefetch(bytes + at);
+            Unpacked<FORMAT> unpacked(w, groups);
+            tiles16<FORMAT, DOWN_ROWS>(unpacked, x, first, rows, k, groups, to, stride);
+        }
     }
 }
 
@@ -253,8 +287,8 @@ inline void dequantize_row(int64_t format, const uint8_t* w, long row, long dept
                 to[i] = product - less;
             } else {
                 long half = i / 128, quarter = i % 128 / 32, at = i % 32;
-                int low = cell_byte(w, 0, 4, 64 * half + quarter % 2 * 32 + at, row);
-                int two = cell_byte(w, 0, 4, 128 + 32 * half + at, row) >> 2 * quarter & 3;
+                const uint8_t* cells = w + 64 * (24 * half + 3 * (at / 4)) + 4 * row + at % 4;
+                int low = cells[64 * (quarter % 2)], two = cells[128] >> 2 * quarter & 3;
                 int q = (quarter < 2 ? low & 15 : low >> 4) | two << 4;
                 float by = half_at(w + 16 * 208 + 2 * row) *
                            (int8_t)cell_byte(w, 192, 1, 192 + i / 16, row);
