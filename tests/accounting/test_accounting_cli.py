@@ -51,6 +51,13 @@ def test_the_worked_example_is_in_the_tables():
         assert number in text
 
 
+def test_what_a_small_model_takes_is_not_called_nothing():
+    text = run("demo")
+    assert "0.97 MB fp32" in text  # 242,112 parameters, 4 bytes each
+    assert "< $0.01" in text
+    assert "0.00 GB" not in text
+
+
 @pytest.mark.parametrize("columns", ["80", "120"])
 @pytest.mark.parametrize(
     "arguments",

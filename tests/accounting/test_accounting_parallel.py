@@ -1,6 +1,7 @@
 """Several GPUs: what a rank holds and sends, against real models, rings walked by hand, torch."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -123,13 +124,16 @@ def test_norms_and_residuals_are_cut_along_the_sequence_where_it_divides():
     assert norm(31) == 4 * 64 * 31 * 16
 
 
-def test_a_zero1_step_makes_no_copies_of_weights_beside_those_it_keeps():
-    items = [
-        i for _, i in memory(TINY, training(parallel="zero1", gpus=2, batch=9)).training.walk()
-    ]
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_rank_casts_no_weights_and_joins_those_of_one_input(parallel):
+    setup = training(parallel=parallel, gpus=2, batch=9)
+    items = [item for _, item in memory(TINY, setup).training.walk()]
     assert "norm 1 input" in {item.name for item in items}  # activations are there
     assert "cast weights" not in {item.name for item in items}
-    assert all(item.value == 0 for item in items if item.name == "joined weights")
+    joined = sum(item.value for item in items if item.name == "joined weights")
+    names = r".*(q_proj|k_proj|v_proj|w1|w3)\.weight"
+    real = sum(p.numel() for name, p in parameters(TINY).items() if re.fullmatch(names, name))
+    assert joined == 2 * real / TINY.num_layers  # of one layer: its item says how many there are
 
 
 # What a rank sends

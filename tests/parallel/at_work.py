@@ -69,6 +69,7 @@ MODELS = {
         attention=c.Attention(bias="all"),
     ),
     "experts": MODEL.replace(ffn=c.MoE(4, 2, load_balance_weight=0.05)),
+    "window": MODEL.replace(attention=c.Attention(sliding_window=5)),
     "post-norm": MODEL.replace(norm_placement="post"),
 }
 SEQ = 16
@@ -76,7 +77,7 @@ tensor.SLICE_ELEMENTS = 1_500  # several slices of logits, the last one shorter
 
 
 @contextlib.contextmanager
-def world(size, tp=1, timeout=900):
+def world(size, tp=1, cp=1, timeout=900):
     """Join the first `size` processes; the others get None."""
     port = next(PORTS)
     if size <= PROCESS:
@@ -85,17 +86,18 @@ def world(size, tp=1, timeout=900):
     # as on machines of two ranks each
     os.environ.update(RANK=str(PROCESS), WORLD_SIZE=str(size), MASTER_PORT=port)
     os.environ["LOCAL_WORLD_SIZE"] = str(2 if size % 2 == 0 else size)
-    with join_ranks("cpu", tp, timeout) as ranks:
+    with join_ranks("cpu", tp, timeout, context_size=cp) as ranks:
         yield ranks
 
 
-def batch_of(step, seq=SEQ):
+def batch_of(step, seq=SEQ, documents=False):
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 101, (ROWS, seq + 1), generator=generator)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     for row in range(ROWS):
         targets[row, (5 * row + step) % seq + 1 :] = -100  # 1 to seq of them count
-    return Batch(inputs, targets)
+    ends = torch.rand(ROWS, seq, generator=generator) < 0.2
+    return Batch(inputs, targets, ends.long().cumsum(-1) if documents else None)
 
 
 def curve(settings, model, ranks=None, steps=6, seq=SEQ):
@@ -107,10 +109,11 @@ def curve(settings, model, ranks=None, steps=6, seq=SEQ):
         learner = Learner(build_model(model, 0, "cpu"), settings, ranks=ranks)
     found = []
     for step in range(1, steps + 1):
-        batch = batch_of(step, seq)
+        batch = batch_of(step, seq, settings.document_mask)
         if ranks is not None:
-            low, high = (ROWS * (ranks.data_rank + n) // ranks.data_size for n in (0, 1))
-            batch = Batch(batch.inputs[low:high], batch.targets[low:high])
+            low, high = (ROWS * (ranks.row_rank + n) // ranks.row_size for n in (0, 1))
+            documents = None if batch.document_ids is None else batch.document_ids[low:high]
+            batch = Batch(batch.inputs[low:high], batch.targets[low:high], documents)
         result = take_step(learner, batch, step, 3e-3)
         found.append((result.loss, result.grad_norm))
     return found, learner
@@ -144,6 +147,12 @@ CASES = {
     "tp 2, odd sequences": (2, 2, "plain", {"seq": 15}),
     "zero1 × tp 2": (4, 2, "qwen3", {}),
     "fsdp × tp 2": (4, 2, "plain", {"parallel": "fsdp"}),
+    "cp 2": (2, 1, "plain", {"cp": 2, "seq": 15, "micro_batch_size": 5}),
+    "cp 2, documents": (2, 1, "qwen3", {"cp": 2, "document_mask": True}),
+    "cp 2, window": (2, 1, "window", {"cp": 2}),
+    "cp 2, biases, learned positions": (2, 1, "gpt2", {"cp": 2, "checkpointing": "block"}),
+    "zero1 × cp 2": (4, 1, "tied", {"cp": 2, "document_mask": True, "seq": 13}),
+    "cp 4": (4, 1, "plain", {"cp": 4}),
     "hsdp, 2 machines": (4, 1, "tied", {"parallel": "hsdp"}),
     "hsdp × tp 2": (4, 2, "plain", {"parallel": "hsdp"}),
     "fsdp × tp 2, experts": (4, 2, "experts", {"parallel": "fsdp"}),
@@ -162,7 +171,7 @@ LONG_ONLY = {
         "tp 2, post-norm",
         "tp 2, z-loss",
     ),
-    *("tp 2, recomputed", "hsdp × tp 2", "fsdp × tp 2, experts"),
+    *("tp 2, recomputed", "hsdp × tp 2", "fsdp × tp 2, experts", "cp 2", "cp 4", "cp 2, window"),
 }
 
 
@@ -170,18 +179,20 @@ def curves(out, steps=6, left_out=frozenset()):
     """Train each case on its ranks, those of one world together; then once more on one process."""
     chosen = {name: case for name, case in CASES.items() if name not in left_out}
     found = {}
-    for grid in dict.fromkeys(case[:2] for case in chosen.values()):
+    grids = {name: (*case[:2], case[3].get("cp", 1)) for name, case in chosen.items()}
+    for grid in dict.fromkeys(grids.values()):
         with world(*grid) as ranks:
-            for name, (*where, model, more) in chosen.items():
-                if ranks is not None and tuple(where) == grid:
+            for name, (*_, model, more) in chosen.items():
+                if ranks is not None and grids[name] == grid:
                     settings, seq = settings_of(more, steps, tp=grid[1])
                     found[name], _ = curve(settings, MODELS[model], ranks, steps, seq)
     write(out / "together.json", found)
     alone = {}
     for name, (size, tp, model, more) in list(chosen.items())[PROCESS :: int(os.environ["COUNT"])]:
         # One process takes the same rows at a time, so that experts see the same.
-        rows = more.get("micro_batch_size", ROWS * tp // size)
-        settings, seq = settings_of({**more, "micro_batch_size": rows, "parallel": None}, steps)
+        rows = more.get("micro_batch_size", ROWS * tp * more.get("cp", 1) // size)
+        one = {**more, "micro_batch_size": rows, "parallel": None, "cp": 1}
+        settings, seq = settings_of(one, steps)
         alone[name], _ = curve(settings, MODELS[model], None, steps, seq)
     (out / f"alone-{PROCESS}.json").write_text(json.dumps(alone))
 
@@ -237,6 +248,19 @@ def resumes(out, sizes=((1, 2, 4), (1, 2, 3, 4)), kinds=({}, {"parallel": "fsdp"
                         before = hashes(checkpoint_path(begun, 4))
                         found[f"{label} {n} → {m}"] = [before, again, log_of(copy)]
     write(out, found)
+
+
+def shared_sequences(out):
+    """Train a run from its files with two ranks that share each sequence, and with one process."""
+    files = DataFiles(*(out.parent / "data" / f"{name}.bin" for name in ("train", "val")))
+    model = TINY.replace(context_length=7)  # which four chunks do not divide
+    plan = Plan(model, SAVED, files)
+    with world(2, cp=2) as ranks:
+        together = replace(plan, train=replace(plan.train, cp=2))
+        run_plan(out.parent / "cp-2", together, ranks=ranks)
+    if PROCESS == 0:
+        run_plan(out.parent / "cp-1", plan)
+        write(out, [log_of(out.parent / f"cp-{n}") for n in (1, 2)])
 
 
 class StopAt(Watcher):
@@ -295,6 +319,8 @@ def faults(out):
         for name, more in {
             "ema": {"ema": 0.9},
             "muon": {"optimizer": "muon"},
+            "cp × tp": {"cp": 2},
+            "cp × fsdp": {"tp": 1, "cp": 2, "parallel": "fsdp"},
         }.items():
             chosen = TrainConfig(**{"batch_size": ROWS, "tp": 2, **more})
             try:
@@ -372,6 +398,7 @@ if __name__ == "__main__":
             resumes(out / "resumes.json", ((2,), (3,)))  # 3: the last has nothing to evaluate
             if PROCESS < 2:
                 precision(out / "precision.json")
+                shared_sequences(out / "cp.json")
                 faults(out / "faults.json")
                 generation(out / "generation.json")
                 tuning(out / "tuning.json")

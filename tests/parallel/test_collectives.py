@@ -1,14 +1,18 @@
 """What the account predicts is what ranks send: one of a group whose collectives do nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scratchlm import acceleration
 from scratchlm.accounting import Setup, collectives
 from scratchlm.config import Attention, ModelConfig, MoE
 from scratchlm.data import Batch
+from scratchlm.errors import ScratchLMError
 from scratchlm.parallel import rows
 from scratchlm.parallel.ranks import Ranks
 from scratchlm.parallel.zero1 import Zero1
@@ -111,6 +115,32 @@ def test_the_account_predicts_what_ranks_send(fake, kind, micro, seq, model, mon
             assert len(sizes) == sum(made.count for made in expected), what
         # what ranks hold is padded to the longest share
         assert sum(sizes) == pytest.approx(sum(made.bytes for made in expected), rel=0.02), what
+
+
+@pytest.mark.parametrize("fake", [(4, 1)], indirect=True)
+def test_ranks_that_share_sequences_send_keys_and_values_once_a_layer(fake):
+    batch, seq = 6, 32
+    settings = TrainConfig(batch_size=2 * batch, cp=2)
+    ranks = replace(fake, context_size=2)  # two rows of two
+    learner = Learner(build_model(TINY, 0, "cpu"), settings, ranks=ranks)
+    ids = torch.arange(batch * seq).reshape(batch, seq) % TINY.vocab_size
+    with CollectiveCounter() as counter:
+        backward(learner, Batch(ids, ids))
+    whole = 2 * 4 * batch * seq * TINY.num_kv_heads * TINY.d_head  # K and V, float32
+    assert counter.payloads["all-gather"] == [whole] * TINY.num_layers
+    assert counter.payloads["reduce-scatter"] == [whole] * TINY.num_layers
+    with pytest.raises(ScratchLMError, match=r"train\.cp does not go with experts"):
+        Learner(build_model(MODELS["experts"], 0, "cpu"), settings, ranks=ranks)
+
+
+@pytest.mark.parametrize("fake", [(2, 1)], indirect=True)
+def test_the_kernel_that_sees_addresses_is_not_given_what_torch_has_cut(fake, monkeypatch):
+    monkeypatch.setattr(acceleration, "launches_for", lambda x: True)  # as on a GPU
+    settings = TrainConfig(batch_size=2, parallel="fsdp")
+    learner = Learner(build_model(TINY, 0, "cpu"), settings, ranks=fake)
+    cut = learner.layout.updated["lm_head.weight"]
+    assert cut.data_ptr() == 0  # what a kernel would write to
+    assert [type(optimizer) for optimizer in learner.optimizers] == [torch.optim.AdamW]
 
 
 @pytest.mark.parametrize("fake", [(1, 1)], indirect=True)

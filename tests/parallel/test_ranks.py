@@ -19,7 +19,7 @@ def found(tmp_path_factory):
     run_training(folder / "whole", write_data(folder / "data"), SAVED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-        launch(4, "all", folder, worlds=20)
+        launch(4, "all", folder, worlds=30)
     return folder
 
 
@@ -48,7 +48,7 @@ def test_ranks_train_as_one_process_does(found):
 
 @pytest.mark.slow
 def test_curves_stay_together_over_fifty_steps(tmp_path):
-    launch(8, "long-curves", tmp_path, worlds=10, timeout=3600)
+    launch(8, "long-curves", tmp_path, worlds=20, timeout=3600)
     check_curves(tmp_path, 1e-4)
 
 
@@ -68,6 +68,8 @@ def test_what_ranks_cannot_do_is_named(found):
     assert faults["heads"] == "train.tp=2 must divide model.num_kv_heads=1"
     assert "train.ema does not go with several ranks" in faults["ema"]
     assert "train.optimizer=muon needs whole matrices" in faults["muon"]
+    for name in ("cp × tp", "cp × fsdp"):
+        assert faults[name] == "train.cp goes with train.parallel=zero1 alone, without train.tp"
     assert "width" not in faults  # 37 is cut into 18 and 19
 
 
@@ -101,6 +103,16 @@ def check_resumes(folder, count):
 
 def test_a_run_saved_by_n_ranks_goes_on_with_m(found):
     check_resumes(found, 2)
+
+
+def test_ranks_that_share_sequences_log_what_one_process_does(found):
+    expected, logged = read(found / "cp.json")
+    assert [line["step"] for line in expected if "val_loss" in line] == [0, 4, 8]
+    for line, whole in zip(logged, expected, strict=True):
+        assert line.keys() == whole.keys()
+        for key, value in whole.items():
+            if value is not None:  # bits per byte of ids that stand for no text
+                assert line[key] == pytest.approx(value, rel=1e-5), (line["step"], key)
 
 
 @pytest.mark.slow

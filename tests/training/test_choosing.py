@@ -1,15 +1,26 @@
 """Good defaults, and the settings a person may write."""
 
+import itertools
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scratchlm import ModelConfig
 from scratchlm.accounting import Setup, count_parameters, memory
 from scratchlm.config import preset
 from scratchlm.errors import ScratchLMError
-from scratchlm.training import DataFiles, Plan, TrainConfig, read_plan, watch_signals, write_plan
+from scratchlm.training import (
+    DataFiles,
+    Plan,
+    TrainConfig,
+    read_plan,
+    throughput,
+    watch_signals,
+    write_plan,
+)
 from scratchlm.training.ablations import ABLATIONS, ablate, is_ablated
 from scratchlm.training.choosing import (
     Machine,
@@ -159,3 +170,11 @@ def test_signals_are_left_alone_outside_the_main_thread():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+def test_the_matmul_rate_counts_the_time_threads_ran_not_what_others_took(monkeypatch):
+    passed, ran = itertools.count(step=0.15), itertools.count(step=0.5)
+    clocks = SimpleNamespace(perf_counter=lambda: next(passed), process_time=lambda: next(ran))
+    monkeypatch.setattr(throughput, "time", clocks)
+    rate = throughput.measure_matmul_rate(torch.device("cpu"), "fp32")
+    assert rate == 3 * 2 * 1024**3 / 0.5 * torch.get_num_threads()

@@ -162,15 +162,10 @@ def _attention(config: ModelConfig, execution: Execution) -> list[Node]:
 def _weights(execution: Execution, alone: Expr, joined: Expr | None, note: str = "") -> list[Node]:
     """Return the copies of weights that products keep: cast, and joined to one matrix.
 
-    Weights kept in the matmuls' dtype from step to step lie side by side and are counted there;
-    weights that are gathered are gathered again going back.
+    Weights that multiply one input are joined however they are stored; the others are not copied
+    where they are kept in the matmuls' dtype, or gathered in it.
     """
-    if execution.weights == "gathered":
-        return []
-    nodes = []
-    if joined is not None:
-        made = b_a if execution.weights == "cast" else b_a - b_c
-        nodes.append(leaf("joined weights", made * joined, note=note))
+    nodes = [] if joined is None else [leaf("joined weights", b_a * joined, note=note)]
     if execution.weights == "cast":
         nodes.append(leaf("cast weights", b_c * alone))
     return nodes
@@ -268,7 +263,7 @@ def forward_loss(execution: Execution) -> list[Node]:
     hidden = leaf("hidden state", b_r * TOKENS * d)
     if execution.loss == "unfused":
         return [hidden, leaf("logits", (b_c + 4) * TOKENS * V, note="as computed, and in float32")]
-    cast = b_c if execution.weights == "cast" else 0
+    cast = 0 if execution.weights == "kept" else b_c  # gathered with the ends, as it is stored
     copied = least(b_a, cast + b_a * (V_p - V))  # cast, or padded, or neither
     where = (("n_s", SLICE_ROWS),)
     return [

@@ -92,7 +92,8 @@ class CausalMask:
         if self.key_valid is not None:
             visible = visible & self.key_valid[:, None, None, keys.start : keys.stop]
         if self.documents is not None:
-            of_query = self.documents[:, None, queries.start : queries.stop, None]
+            first = self.start + queries.start
+            of_query = self.documents[:, None, first : first + len(queries), None]
             of_key = self.documents[:, None, None, keys.start : keys.stop]
             visible = visible & (of_query == of_key)
         return visible

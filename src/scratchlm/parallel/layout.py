@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
+from scratchlm.parallel.context import ContextParallel
 from scratchlm.parallel.fsdp import FullyShard, first_row, move_to
 from scratchlm.parallel.ranks import Ranks
 from scratchlm.parallel.rows import as_rows, boxes, local, units_of
@@ -35,6 +36,7 @@ class Layout:
     ) -> None:
         """Spread it. `low`: weights that products read are bfloat16; `whole`: is never cut."""
         self.ranks, self.tensor = ranks, None
+        self.context = ContextParallel(model, ranks) if ranks.context_size > 1 else None
         if ranks.tensor_size > 1:
             self.tensor = TensorParallel(model, ranks)
         if kind == "zero1":
@@ -62,7 +64,9 @@ class Layout:
 
     def begin_backward(self, is_last: bool) -> None:
         """Say whether the next backward pass completes the gradients."""
-        self.data.is_last_backward = is_last and self.tensor is None
+        # Where layers talk too, nothing is sent between: all ranks must do it in one order.
+        alone = self.tensor is None and self.context is None
+        self.data.is_last_backward = is_last and alone
 
     def end_backward(self, is_last: bool) -> None:
         """Put the gradients of a micro-batch aside, unless they are the last."""

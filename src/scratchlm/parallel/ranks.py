@@ -46,6 +46,7 @@ class Ranks:
     store: dist.Store
     timeout: float  # seconds that a rank waits for another
     per_machine: int = 1  # ranks of one machine
+    context_size: int = 1  # how many of a column, side by side, share the sequences of a batch
     has_failed: bool = False  # whether this rank is ending: its threads wait for nobody any more
     _asked: dict[str, int] = field(default_factory=dict)
 
@@ -56,13 +57,28 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which rows of a batch are this rank's."""
+        """Which part of a batch is this rank's."""
         return self.mesh.get_local_rank("data")
 
     @property
     def data_size(self) -> int:
         """How many ranks share a batch."""
         return self.mesh["data"].size()
+
+    @property
+    def row_rank(self) -> int:
+        """Which rows of a batch this rank reads, whole or in part."""
+        return self.data_rank // self.context_size
+
+    @property
+    def row_size(self) -> int:
+        """How many parts the rows of a batch are shared out in."""
+        return self.data_size // self.context_size
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of each sequence is this rank's."""
+        return self.data_rank % self.context_size
 
     @property
     def tensor_rank(self) -> int:
@@ -126,17 +142,20 @@ class Ranks:
         """Return the JSON values of all ranks, by rank; no collective of a step is involved."""
         number = self._asked[key] = self._asked.get(key, 0) + 1
         names = [f"{key}/{number}/{rank}" for rank in range(self.size)]
-        self.store.set(names[self.rank], json.dumps(value))
-        deadline = time.monotonic() + self.timeout
-        while not self.store.check(names):
-            if time.monotonic() > deadline or self.has_failed:
-                missing = [rank for rank, name in enumerate(names) if not self.store.check([name])]
-                raise ScratchLMError(
-                    f"rank {', '.join(map(str, missing))} did not answer within "
-                    f"{self.timeout:g} s, or this one is ending ({key})"
-                )
-            time.sleep(POLL_SECONDS)
-        return [json.loads(self.store.get(name)) for name in names]
+        with self.naming_the_missing():
+            self.store.set(names[self.rank], json.dumps(value))
+            deadline = time.monotonic() + self.timeout
+            while not self.store.check(names):
+                if time.monotonic() > deadline or self.has_failed:
+                    missing = [
+                        rank for rank, name in enumerate(names) if not self.store.check([name])
+                    ]
+                    raise ScratchLMError(
+                        f"rank {', '.join(map(str, missing))} did not answer within "
+                        f"{self.timeout:g} s, or this one is ending ({key})"
+                    )
+                time.sleep(POLL_SECONDS)
+            return [json.loads(self.store.get(name)) for name in names]
 
     # Faults
 
@@ -150,7 +169,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not re.search(COLLECTIVE, str(error), re.IGNORECASE):
+            is_gone = isinstance(error, dist.DistError)  # the store, with the process that has it
+            if not is_gone and not re.search(COLLECTIVE, str(error), re.IGNORECASE):
                 raise
             why = " ".join(str(error).split())[:120]
             raise ScratchLMError(f"{self._who_is_behind()}; the job ends ({why})") from None
@@ -186,7 +206,11 @@ def join_for_good(device_type: str, tensor_size: int) -> Ranks:
 
 @contextlib.contextmanager
 def join_ranks(
-    device_type: str, tensor_size: int = 1, timeout: float = 600.0, backend: str | None = None
+    device_type: str,
+    tensor_size: int = 1,
+    timeout: float = 600.0,
+    backend: str | None = None,
+    context_size: int = 1,
 ) -> Iterator[Ranks]:
     """Join the processes that `torchrun` has started, and leave them at the end.
 
@@ -195,6 +219,10 @@ def join_ranks(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size % tensor_size:
         raise ScratchLMError(f"train.tp must divide the number of ranks, {size}; got {tensor_size}")
+    if size // tensor_size % context_size:
+        raise ScratchLMError(
+            f"train.cp must divide the number of ranks, {size}; got {context_size}"
+        )
     device = torch.device(device_type)
     if device_type == "cuda":
         local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -221,6 +249,7 @@ def join_ranks(
             store=dist.PrefixStore("scratchlm", dist.distributed_c10d._get_default_store()),
             timeout=timeout,
             per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+            context_size=context_size,
         )
     except BaseException:
         if not is_nccl:  # which would wait for ranks that are gone

@@ -16,11 +16,12 @@ def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
     """Refuse by name a setting that cannot apply to so many ranks."""
     if ranks is None:
         asked = settings.parallel not in (None, "none")
-        name = f"parallel={settings.parallel}" if asked else f"tp={settings.tp}"
-        if asked or settings.tp > 1:
+        cut = "tp" if settings.tp > 1 else "cp"
+        name = f"parallel={settings.parallel}" if asked else f"{cut}={getattr(settings, cut)}"
+        if asked or settings.tp > 1 or settings.cp > 1:
             raise ScratchLMError(
                 f"train.{name} needs several ranks (torchrun, or --gpus N); on one, "
-                "train.parallel=none train.tp=1"
+                f"train.parallel=none train.{cut}=1"
             )
         return
     if settings.parallel == "none":
@@ -28,6 +29,8 @@ def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
     for name in ("ema", "shares"):
         if getattr(settings, name) > (name == "shares"):
             raise ScratchLMError(f"train.{name} does not go with several ranks")
+    if settings.cp > 1 and (settings.tp > 1 or settings.parallel not in (None, "zero1")):
+        raise ScratchLMError("train.cp goes with train.parallel=zero1 alone, without train.tp")
     if settings.has_collectives:
         for name, wrong in (
             ("cuda_graph", settings.cuda_graph),
@@ -35,12 +38,13 @@ def check_ranks(settings: TrainConfig, ranks: Ranks | None) -> None:
         ):
             if wrong:
                 raise ScratchLMError(
-                    f"train.{name} does not go with train.parallel=fsdp, hsdp or train.tp"
+                    f"train.{name} does not go with train.parallel=fsdp, hsdp, train.tp or cp"
                 )
-    rows, ranks_of_data = settings.batch_size, ranks.data_size
+    rows, ranks_of_data = settings.batch_size, ranks.row_size
     if rows < ranks_of_data:
         raise ScratchLMError(
             f"train.batch_size={rows} must give each of {ranks_of_data} ranks a row"
+            + (" (or to as many sharing one: train.cp)" if settings.cp == 1 else "")
         )
     micro = settings.micro_batch_size or rows
     passes = {-(-n // micro) for n in (rows // ranks_of_data, -(-rows // ranks_of_data))}
@@ -69,7 +73,7 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
 
 def check_overrides(values: dict[str, Any], device: str, ranks: Ranks | None = None) -> None:
     """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
-    about = {"cuda_graph", "shares", "precision", "accelerate", "parallel", "tp", "ema"}
+    about = {"cuda_graph", "shares", "precision", "accelerate", "parallel", "tp", "cp", "ema"}
     about |= {"checkpointing", "checkpointed_layers"}
     given = {name: values[name] for name in about if name in values}
     settings = TrainConfig.from_dict({"batch_size": 1 << 24, **given}).resolved(device)

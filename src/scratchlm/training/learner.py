@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.config import ModelConfig
-from scratchlm.data import Batch
+from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.data.permutation import derive_key
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
@@ -135,7 +135,19 @@ class Learner:
     @property
     def rows(self) -> int:
         """Sequences of an update that this process reads, or another one at most."""
-        return -(-self.settings.batch_size // (1 if self.ranks is None else self.ranks.data_size))
+        return -(-self.settings.batch_size // (1 if self.ranks is None else self.ranks.row_size))
+
+    def own_part(self, batch: Batch) -> Batch:
+        """Return what this rank computes of its rows: all of it, but where ranks share sequences.
+
+        Padding goes to the end of a sequence, which nothing before it sees.
+        """
+        context = None if self.layout is None else self.layout.context
+        if context is None:
+            return batch
+        documents = None if batch.document_ids is None else context.own(batch.document_ids, -1)
+        targets = context.own(batch.targets, IGNORE_INDEX)
+        return Batch(context.own(batch.inputs, 0), targets, documents)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Run matmuls in bfloat16 where the settings say so."""

@@ -156,9 +156,10 @@ def _evaluate_if_due(
     best = False
     with learner.best_weights() as model, learner.without_compile(), learner.evaluating():
         if data.validation is not None:
+            rows = data.validation
             result = data.measure(
                 model,
-                data.validation,
+                rows if learner.ranks is None else map(learner.own_part, rows),
                 max_batches=settings.eval_batches,
                 bytes_per_id=data.bytes_per_id,
                 autocast=learner.autocast(),

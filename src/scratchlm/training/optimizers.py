@@ -257,9 +257,15 @@ def make_optimizers(
 
 
 def _fast_adamw(parameters: Iterable[Tensor]) -> Callable[..., Optimizer]:
-    """Return the kernel's, where it can move all of them; torch's elsewhere."""
+    """Return the kernel's, where it can move all of them; torch's elsewhere.
+
+    The kernel sees addresses, and a tensor that torch has cut over ranks (a DTensor) has none.
+    """
     if all(
-        acceleration.launches_for(p) and p.dtype == torch.float32 and p.is_contiguous()
+        acceleration.launches_for(p)
+        and not hasattr(p, "to_local")
+        and p.dtype == torch.float32
+        and p.is_contiguous()
         for p in parameters
     ):
         from scratchlm.training.kernel_adamw import KernelAdamW

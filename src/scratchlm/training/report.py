@@ -333,7 +333,8 @@ table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-n
 th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }}
 th {{ color: var(--grey); font-weight: 500; }} .whole {{ white-space: nowrap; }}
-th, td:first-child {{ overflow-wrap: break-word; }}
+th, td {{ overflow-wrap: break-word; }}
+td:nth-child(2):last-child {{ overflow-wrap: anywhere; }} /* a path may be longer than a line */
 blockquote {{ margin: .2rem 0; padding: .4rem .8rem; background: var(--faint); border-radius: 6px;
   white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
   font-size: .85rem; }}

@@ -256,13 +256,13 @@ def _make_batches(
     bytes_per_id: Tensor | None,
     ranks: Ranks | None,
 ) -> Data:
-    among = {} if ranks is None else {"rank": ranks.data_rank, "world_size": ranks.data_size}
+    among = {} if ranks is None else {"rank": ranks.row_rank, "world_size": ranks.row_size}
     pin, document_mask = device.type == "cuda", plan.train.document_mask
     context = plan.train.row_tokens(plan.model)
     validation: ValidationBatches | None = None
-    per_rank = -(-rows // (1 if ranks is None else ranks.data_size))
+    per_rank = -(-rows // (1 if ranks is None else ranks.row_size))
     eval_batch_size = min(per_rank, plan.train.micro_batch_size or rows)
-    eval_batch_size *= 1 if ranks is None else ranks.data_size
+    eval_batch_size *= 1 if ranks is None else ranks.row_size
     if plan.train.rows == "documents":
         if "val" in files:
             validation = DocumentValidationBatches(

@@ -27,7 +27,7 @@ BACKENDS = ("nccl", "gloo")
 # What may change between two sessions of a run.
 CHANGEABLE = {
     *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks"),
-    *("parallel", "tp", "backend", "rank_timeout"),
+    *("parallel", "tp", "cp", "backend", "rank_timeout"),
 }
 
 
@@ -75,6 +75,7 @@ class TrainConfig:
     # ranks: processes that train together, one a GPU
     parallel: str | None = None  # zero1: each updates its part; fsdp, hsdp: each has a part; none
     tp: int = 1  # ranks that share each layer (tensor parallelism)
+    cp: int = 1  # ranks that share each sequence (context parallelism)
     backend: str | None = None  # nccl, or gloo: ranks may share a GPU; None: as the device
     rank_timeout: int = 600  # seconds to wait for another rank before the job ends
     # when
@@ -169,7 +170,7 @@ class TrainConfig:
     @property
     def has_collectives(self) -> bool:
         """Whether ranks talk to each other inside forward and backward."""
-        return self.parallel in ("fsdp", "hsdp") or self.tp > 1
+        return self.parallel in ("fsdp", "hsdp") or self.tp > 1 or self.cp > 1
 
     @property
     def task_files(self) -> list[str]:
@@ -206,6 +207,7 @@ _WHOLE = {
     "patience": 0,
     "row_length": 1,
     "tp": 1,
+    "cp": 1,
     "rank_timeout": 1,
 }
 _MOST = {

@@ -101,6 +101,7 @@ def backward(learner: Learner, batch: Batch) -> Tensor:
             p.grad = None
     if learner.shadow is not None:
         learner.shadow.refresh()
+    batch = learner.own_part(batch)
     settings, total = learner.settings, batch.num_targets()
     if learner.ranks is not None:
         total = round(learner.ranks.sum([total])[0])

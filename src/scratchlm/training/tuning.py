@@ -73,7 +73,7 @@ class Tuning:
                 f"preference must be one of {', '.join(PREFERENCES)}; got {self.preference!r}"
             )
         if not (isinstance(self.beta, int | float) and 0 < self.beta < 1e6):
-            raise ValueError(f"beta must be above 0; got beta={self.beta!r}")
+            raise ValueError(f"beta must be above 0 and below a million; got beta={self.beta!r}")
         if self.head is not None and (self.lora or self.preference or self.packed):
             raise ValueError("a task head learns with all weights, from rows of one example each")
 
