@@ -11,7 +11,8 @@ A step lays the new tokens of its requests end to end:
     starts      0             7    9                    position of each row's first new token
 
 A row that decodes may have proposals behind its newest token (`inference/speculation.py`): it is
-then asked for logits after that token and after every proposal.
+then asked for logits after that token and after every proposal. A row that is scored
+(`inference/scoring.py`) is asked for logits after each of its last tokens.
 
 What reads a step is a `Runner`: the model itself, row by row (`inference/`), or one forward over
 all tokens (`accelerate/`). Slots are rows of the tables, a request keeps its slot while it runs.
@@ -87,15 +88,19 @@ class Step:
     starts: list[int]  # position of each row's first new token
     slots: list[int]  # each row's line of the page table
     chooses: list[bool]  # whether a row's next token is chosen after this step
-    num_proposed: list[int] = field(default_factory=list)  # last of each row's tokens; empty: none
+    # Of each row's tokens the last so many; empty: none
+    num_proposed: list[int] = field(default_factory=list)
+    num_scored: list[int] = field(default_factory=list)  # of rows that do not choose
 
     @property
     def num_logits(self) -> list[int]:
         """After how many of each row's tokens, its newest ones, logits are asked for."""
-        if not self.num_proposed:
-            return list(map(int, self.chooses))
-        pairs = zip(self.chooses, self.num_proposed, strict=True)
-        return [chooses * (1 + proposed) for chooses, proposed in pairs]
+        found = list(map(int, self.chooses))
+        if self.num_proposed:
+            found = [n * (1 + more) for n, more in zip(found, self.num_proposed, strict=True)]
+        if self.num_scored:
+            found = [n or scored for n, scored in zip(found, self.num_scored, strict=True)]
+        return found
 
     @property
     def logit_indices(self) -> list[int]:

@@ -215,7 +215,7 @@ def test_a_whole_task_asks_and_answers_as_with_hf(both, tasks, chat):
     """Few-shot prompts, chat templates and all: the harness's own report of every sample."""
     manager = lm_eval_adapter.TaskManager(include_path=str(tasks[0]), include_defaults=False)
     found, expected = (
-        lm_eval_adapter.simple_evaluate(
+        lm_eval_adapter.harness.simple_evaluate(
             model=model,
             tasks=["own_choice"],
             num_fewshot=1,
@@ -238,13 +238,15 @@ def test_a_whole_task_asks_and_answers_as_with_hf(both, tasks, chat):
             assert greedy == its_greedy
 
 
-def test_the_command_runs_tasks_of_the_harness(exported, tasks, monkeypatch, capsys):
+def test_the_command_runs_tasks_of_the_harness(exported, tasks, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)  # no repository, of which git would complain
     words = [str(exported), "--lm-eval", "own_choice", "--include-path", str(tasks[0]), "--json"]
     monkeypatch.setattr(sys, "argv", ["scratchlm", "evaluate", *words, "--limit", "4"])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
+    told = capfd.readouterr()
     assert not ended.value.code, told.err
+    assert "fatal" not in told.err
     (one,) = json.loads(told.out)["models"][0]["results"]
     assert (one["task"], one["kind"], one["cases"]) == ("own_choice", "lm-eval", 4)
     assert one["metrics"].keys() == {"acc", "acc_norm"}
@@ -253,7 +255,7 @@ def test_the_command_runs_tasks_of_the_harness(exported, tasks, monkeypatch, cap
         main()
     assert ended.value.code == 2
     assert "--lm-eval needs the package lm-eval: pip install 'scratchlm[eval]'" in (
-        capsys.readouterr().err
+        capfd.readouterr().err
     )
 
 
@@ -273,6 +275,13 @@ def test_a_uniform_model_has_eight_bits_per_byte_in_the_harness(tasks, tmp_path)
     assert found.metrics["bits_per_byte"].value == pytest.approx(8, abs=1e-13)
     with pytest.raises(ScratchLMError, match="needs an end-of-text token"):
         run_harness(Evaluator(replace(loaded, eos_ids=())), ["own_rolling"], include_path=tasks[0])
+
+
+@pytest.mark.parametrize(("error", "low"), [(0.0, None), (0.1, 0.9 - 1.96 * 0.1)])
+def test_a_standard_error_of_zero_gives_no_interval(error, low):
+    figures = {"alias": "own", "acc,none": 0.9, "acc_stderr,none": error}
+    found = lm_eval_adapter._result("own", figures, []).metrics["acc"]
+    assert found.low == (low and pytest.approx(low, abs=1e-4))
 
 
 def test_what_the_harness_cannot_do_is_one_line(both, tasks, monkeypatch):

@@ -9,8 +9,6 @@ bits count (`one_by_one`), proposals are read one by one, as they would be witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -55,7 +53,8 @@ class _PagedRow(KVCache):
         """Write new rows to their pages, and gather all of this row's."""
         # (pages, kv_heads, page_size, d) at (seq,) pages and offsets: (seq, kv_heads, d)
         kept[self._page, :, self._offset] = new.to(kept.dtype)
-        rows = kept.transpose(0, 1).index_select(1, self.pages)  # (kv_heads, pages, size, d)
+        # By the first axis: of a transposed pool a CPU would copy all pages before it selects some.
+        rows = kept.index_select(0, self.pages).transpose(0, 1)  # (kv_heads, pages, size, d)
         return rows.flatten(1, 2)[None, :, : self._next_length]
 
     def _put_codes(self, kept: Tensor, scales: Tensor, new: Tensor) -> Tensor:
@@ -94,19 +93,24 @@ class PlainRunner:
     ) -> Float[Tensor, "choosing vocab"]:
         """Write the keys and values of the new tokens; return the logits that are asked for."""
         logits: list[Tensor] = []
-        for tokens, start, slot, wanted, proposed in _joined(step):
-            newest = last[slot : slot + 1]
+        at = 0
+        for i, (count, start, slot, wanted) in enumerate(
+            zip(step.counts, step.starts, step.slots, step.num_logits, strict=True)
+        ):
+            tokens, newest = step.tokens[at : at + count], last[slot : slot + 1]
+            at += count
+            proposed = bool(step.num_proposed and step.num_proposed[i])
             if proposed and self.one_by_one:
-                assert len(wanted) == len(tokens), "behind the newest token come proposals alone"
-                for i, token in enumerate(tokens, start):
-                    hidden = self._read([token], i, tables[slot], newest)
+                assert wanted == count, "behind the newest token come proposals alone"
+                for position, token in enumerate(tokens, start):
+                    hidden = self._read([token], position, tables[slot], newest)
                     logits.append(self.model.lm_head(hidden[:, -1]))
                 continue
             hidden = self._read(tokens, start, tables[slot], newest, whole=proposed)
             if proposed:
-                logits.append(self.model.lm_head(hidden[0, wanted]))
+                logits.append(self.model.lm_head(hidden[0, count - wanted :]))
             else:  # Each alone: the sums of a product may depend on how many rows it has.
-                logits += [self.model.lm_head(hidden[:, i]) for i in wanted]
+                logits += [self.model.lm_head(hidden[:, j]) for j in range(count - wanted, count)]
         if not logits:
             return last.new_empty((0, self.model.config.vocab_size), dtype=self.cache.dtype)
         return torch.cat(logits)
@@ -135,27 +139,3 @@ class PlainRunner:
             start, done = start + end, done + end
             if done == len(tokens):
                 return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-
-def _joined(step: Step) -> Iterator[tuple[list[int], int, int, list[int], bool]]:
-    """Yield (tokens, start, slot, where logits are wanted, whether some tokens are proposals).
-
-    Rows that go on from another come with it: a piece of a prompt must be read as a whole,
-    whichever of its logits are wanted.
-    """
-    tokens: list[int] = []
-    wanted: list[int] = []
-    first, of_slot, at, proposed = 0, -1, 0, False
-    for i, (count, start, slot, logits) in enumerate(
-        zip(step.counts, step.starts, step.slots, step.num_logits, strict=True)
-    ):
-        if slot != of_slot or start != first + len(tokens):
-            if tokens:
-                yield tokens, first, of_slot, wanted, proposed
-            tokens, wanted, first, of_slot = [], [], start, slot
-        tokens = tokens + step.tokens[at : at + count]
-        at += count
-        wanted += range(len(tokens) - logits, len(tokens))
-        proposed = bool(step.num_proposed and step.num_proposed[i])
-    if tokens:
-        yield tokens, first, of_slot, wanted, proposed

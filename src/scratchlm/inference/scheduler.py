@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scratchlm.inference.pages import Key, PagePool, page_keys
@@ -256,7 +256,7 @@ class Scheduler:
                     break
                 rows.append((request, count))
                 budget -= int(count * cost)
-        return _lay_out([piece for row in rows for piece in _pieces(*row)])
+        return _lay_out(rows)
 
     def _for_prompts(self, num_decoding: int) -> int:
         """Return how many tokens of prompts this step may have."""
@@ -408,45 +408,42 @@ class Scheduler:
         self._steady = None
 
 
-def _pieces(request: Request, count: int) -> Iterator[tuple[Request, int, int]]:
-    """Cut new tokens of a request into rows (first, how many): where logits are wanted, by one."""
-    end = request.computed + count
-    first = end if request.targets is None else max(request.computed, request.num_context)
-    if first > request.computed:
-        yield request, request.computed, min(first, end) - request.computed
-    for at in range(first, end):
-        yield request, at, 1
-
-
-def _lay_out(rows: list[tuple[Request, int, int]]) -> Plan:
-    """Lay rows (whose, first token, how many) end to end; proposals are the last of a row's."""
+def _lay_out(rows: list[tuple[Request, int]]) -> Plan:
+    """Lay rows (whose, how many tokens) end to end; proposals are the last of a row's."""
     tokens: list[int] = []
-    chooses, choosing, scoring = [], [], []
+    chooses, num_scored, choosing, scoring = [], [], [], []
     num_logits = 0
-    for request, at, count in rows:
-        ahead = request.ahead
+    for request, count in rows:
+        at, end, ahead = request.computed, request.computed + count, request.ahead
         if request.on_device and at == request.length - 1 and not ahead:
             tokens.append(LAST)
         else:
             first = request.start + at
             tokens += request.row.ids[first : first + count - ahead]
             tokens += (request.proposed or [LAST] * ahead)[:ahead]  # to be drafted
-        is_scored = request.targets is not None and at >= request.num_context
-        is_chosen = request.targets is None and at + count - ahead == request.length
-        if is_scored:
-            scoring.append((num_logits, request, at - request.num_context))
-        elif is_chosen:
+        chooses.append(request.targets is None and end - ahead == request.length)
+        num_scored.append(0)
+        if chooses[-1]:
             choosing.append(request)
-        chooses.append(is_scored or is_chosen)
-        num_logits += chooses[-1] * (1 + ahead)
-    requests = [request for request, _, _ in rows]
+            num_logits += 1 + ahead
+        elif request.targets is not None:
+            from_target = max(at - request.num_context, 0)
+            to_target = max(end - request.num_context, 0)
+            num_scored[-1] = to_target - from_target
+            scoring += [
+                (num_logits + i, request, target)
+                for i, target in enumerate(range(from_target, to_target))
+            ]
+            num_logits += num_scored[-1]
+    requests = [request for request, _ in rows]
     step = Step(
         tokens,
-        [count for _, _, count in rows],
-        [at for _, at, _ in rows],
+        [count for _, count in rows],
+        [request.computed for request in requests],
         [request.slot for request in requests],
         chooses,
         [r.ahead for r in requests] if any(r.ahead for r in requests) else [],
+        num_scored if scoring else [],
     )
     is_verified = bool(step.num_proposed) or any(r.drafts for r in choosing)
     return Plan(step, requests, choosing, scoring, is_verified)

@@ -3,7 +3,12 @@
     ln p(tokens[start:] | tokens[:start]) = Σᵢ ln p(tokens[i] | tokens[:i])
 
 The engine reads the tokens as it reads a prompt, and wants the logits before each that is scored.
-`likelihoods` scores many continuations; what they begin with alike is computed once.
+`likelihoods` scores many continuations; what they begin with alike is computed once. Of logits x,
+
+    ln p(i) = (xᵢ − max x) − ln Σⱼ e^(xⱼ − max x) = (xᵢ − max x) + ln p(argmax x)
+
+in float64, from the probabilities in float32: a sum of exponentials is exact enough there, and only
+the largest of the probabilities is looked at.
 """
 
 from __future__ import annotations
@@ -11,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from scratchlm.config import ModelConfig
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 Scoring = list[tuple[int, "Request", int]]  # which of the logits, whose, of which target
 Ids = Sequence[int]
-_AT_ONCE = 1 << 24  # numbers of a table of float64 log-probabilities
+_AT_ONCE = {False: 1 << 19, True: 1 << 28}  # probabilities, by whether on a GPU
 
 
 @dataclass(frozen=True)
@@ -143,19 +148,22 @@ def score_logits(logits: Float[Tensor, "rows vocab"], scoring: Scoring) -> Outco
     """Return the log-probabilities of a step's targets, on their way to the host."""
     wanted = [request.targets[of] for _, request, of in scoring if request.targets is not None]
     targets = to_device(wanted, torch.long, logits.device)
+    if len(scoring) < len(logits):
+        logits = logits[to_device([at for at, _, _ in scoring], torch.long, logits.device)]
     most = max(request.num_logprobs or 1 for _, request, _ in scoring)
-    size = max(1, _AT_ONCE // logits.shape[-1])
-    parts = []
-    for first in range(0, len(scoring), size):
-        at = to_device(
-            [at for at, _, _ in scoring[first : first + size]], torch.long, logits.device
-        )
-        table = logits[at].double().log_softmax(dim=-1)
-        chosen = table.gather(1, targets[first : first + size, None])[:, 0]
-        if most == 1:  # the lowest id on ties
-            best = tuple(part[:, None] for part in table.max(dim=-1))
-        else:
-            best = tuple(table.topk(most, dim=-1))
-        parts.append((chosen, best[1], best[0]))
+    size = max(1, _AT_ONCE[logits.is_cuda] // logits.shape[-1])
+    parts = map(partial(_score, most=most), logits.split(size), targets.split(size))
     chosen, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
     return Outcome(targets, [Logprobs(list(range(len(scoring))), chosen, ids, values)])
+
+
+def _score(
+    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, " rows"], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the targets' log-probabilities, and the best `most` tokens with theirs."""
+    top, argmax = logits.max(dim=-1, keepdim=True)  # the lowest id on ties
+    best, ids = (top, argmax) if most == 1 else logits.topk(most, dim=-1)
+    largest = logits.softmax(dim=-1, dtype=torch.float32).gather(1, argmax).double().log()
+    chosen = logits.gather(1, targets[:, None])
+    of_chosen, of_best = (x.double() - top.double() + largest for x in (chosen, best))
+    return of_chosen[:, 0], ids, of_best
