@@ -15,6 +15,7 @@ import torch
 from inference.tiny import END, byte_tokenizer, scripted_model, tiny_model
 from scratchlm.inference import Engine, Loaded, Message, Sampling, chat_format, generate
 from scratchlm.inference.rows import Row
+from scratchlm.serve import engine_thread
 from scratchlm.serve.openai_format import AnswerStream
 from scratchlm.serve.server import Connection
 from scratchlm.tokenizer import Tokenizer
@@ -346,6 +347,17 @@ def test_what_cannot_be_written_at_once_is_written_later_in_order(server):
     assert streamed_ids(events) == whole
     assert len(refused) >= 2
     assert next(turns) > len(refused) + 2
+
+
+def test_tokens_wait_while_the_loop_has_enough_to_do_and_none_is_lost(server):
+    """As where writing events takes long: the next come with the end of the answer."""
+    fields = {**STREAMED, "max_tokens": 60}
+    whole = [choice["token_ids"] for choice in complete(server, **fields)["choices"]]
+    with mock.patch.object(engine_thread, "EVENTS_SHARE", 1e9):
+        events = ask(server, "/v1/completions", {**fields, "stream": True}).events
+    server.service.thread._next_delivery = 0.0
+    assert streamed_ids(events) == whole
+    assert len(events) <= 3 * 5  # of each choice: the prompt, at most two of tokens twice, the end
 
 
 def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(server):

@@ -3,9 +3,9 @@
     loop thread     submit → rows into the engine          Submission ← pieces, errors, ends
     engine thread   step, step, …; calls between steps   → one wake-up of the loop for many pieces
 
-The engine thread never waits for the loop: news gather in one list, and the loop is woken once
-for all that are there; the more streams there are, the less often, so that writing events leaves
-the engine its time. A stream gets what has gathered in one event.
+The engine thread never waits for the loop: pieces gather with their handles, and the loop is woken
+once for all that are there; the longer it takes to write them, the less often, so that writing
+events leaves the engine its time. A stream gets what has gathered in one event.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 from scratchlm.inference.engine import Engine, Handle
 from scratchlm.inference.rows import Piece, Row
 
-EVENT_SECONDS = 5e-5  # of the thread of the loop, which shares the interpreter with the engine
 LOOP_TURNS = 6  # from a connection that is taken to its request being submitted, and one more
-EVENTS_SHARE = 4  # events take at most one part in so many of the time
+EVENTS_SHARE = 8  # events take about one part in so many of the time, at most
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,8 @@ class EngineThread:
         self._outbox: deque[tuple[Submission, News]] = deque()
         self._delivery_due = False
         self._next_delivery = 0.0
+        self._delivery_seconds = 0.0  # of the loop's thread, which shares the interpreter
+        self._num_gathered = 0  # tokens of prompts that the thread has not been woken for
         self._wake = threading.Event()
         self._closing = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -164,7 +165,9 @@ class EngineThread:
             raise
         self.num_open += len(begin)
         self._arrived.extend((submission, index) for index in range(len(begin)))
-        self._wake_after(LOOP_TURNS)
+        self._num_gathered += sum(submission.lengths)
+        is_enough = self._num_gathered >= self.engine.scheduler.max_tokens
+        self._wake_after(0 if is_enough else LOOP_TURNS)
         if self._has_ended:  # nobody else would say so
             self._give_up()
         return submission
@@ -183,13 +186,18 @@ class EngineThread:
         self._wake.set()
 
     def _wake_after(self, turns: int) -> None:
-        """Wake the thread when the loop has read what came meanwhile: it begins together."""
+        """Wake the thread when the loop has read what came meanwhile: it begins together.
+
+        What fills a step need not wait for more.
+        """
         if turns and self._loop is not None:
             self._loop.call_soon(self._wake_after, turns - 1)
         else:
+            self._num_gathered = 0
             self.wake()
 
     def _deliver(self) -> None:
+        begin = time.thread_time()
         self._delivery_due = False
         found: dict[Submission, list[News]] = {}  # what came together for each
         while self._outbox:
@@ -201,6 +209,7 @@ class EngineThread:
             found.setdefault(submission, []).append(news)
         for submission, of_one in found.items():
             submission.take(of_one)
+        self._delivery_seconds = time.thread_time() - begin
 
     # In the thread
 
@@ -233,7 +242,11 @@ class EngineThread:
                 future.set_exception(error)
 
     def _follow(self, at_once: bool = False) -> None:
-        """Gather what the last step has brought, and wake the loop once."""
+        """Gather what the last steps have brought, and wake the loop once, if it is time for it."""
+        now = time.perf_counter()
+        if not at_once and (self._delivery_due or now < self._next_delivery):
+            return
+        self._next_delivery = now + EVENTS_SHARE * self._delivery_seconds
         while self._arrived:
             submission, index = self._arrived.popleft()
             self._following.append((submission, index, submission.handles[index]))
@@ -252,10 +265,7 @@ class EngineThread:
             if not over:
                 still.append(following)
         self._following = still
-        now = time.perf_counter()
-        if at_once or now >= self._next_delivery:
-            self._next_delivery = now + EVENTS_SHARE * EVENT_SECONDS * len(still)
-            self._send()
+        self._send()
 
     def _send(self) -> None:
         if self._outbox and not self._delivery_due and self._loop is not None:

@@ -145,6 +145,8 @@ def check_ids(value: Any, vocab_size: int, most: int) -> list[int]:
     """Return a list of token ids, or raise the rule."""
     if not isinstance(value, list) or len(value) > most:
         raise ValueError(f"must be at most {most} token ids; got {value!r:.60}")
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size:
+        return value  # as below, at the speed of C
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise ValueError(f"must hold token ids in [0, {vocab_size}); got {token!r:.60}")
@@ -229,12 +231,18 @@ def _constant(name: str) -> Any:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
+    level = [value] if type(value) in _NESTS else []
     for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+        level = [inner for outer in level for inner in _nested(outer)]
     return bool(level)
+
+
+def _nested(outer: dict[str, Any] | list[Any]) -> list[Any]:
+    """Return the objects and arrays in one; a long array of numbers is passed over quickly."""
+    values = outer.values() if isinstance(outer, dict) else outer
+    if _NESTS.isdisjoint(map(type, values)):
+        return []
+    return [inner for inner in values if type(inner) in _NESTS]
+
+
+_NESTS = frozenset({dict, list})

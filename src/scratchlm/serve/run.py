@@ -57,7 +57,9 @@ def serving(
     app = make_app(loaded, settings, engine=engine)
     is_ready = threading.Event()
     server = make_server(app, settings, is_ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread = threading.Thread(
+        target=server.run, name="server", kwargs={"sockets": [listener]}, daemon=True
+    )
     thread.start()
 
     def stop() -> None:
