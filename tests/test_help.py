@@ -72,8 +72,8 @@ def test_options_of_the_large_commands_are_in_groups():
             assert options <= grouped, f"{path}: {options - grouped}"
 
 
-def test_groups_name_what_exists():
-    assert {name for names in COMMANDS.values() for name in names} <= set(TOP.commands)
+def test_groups_name_what_exists_and_every_command():
+    assert {name for names in COMMANDS.values() for name in names} == set(TOP.commands)
     for path, groups in GROUPS.items():
         names = {param.name for param in ALL[tuple(path.split())].params}
         for members in groups.values():

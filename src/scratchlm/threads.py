@@ -9,7 +9,7 @@ So we look, four times a second, how many cores others use, and let threads spin
 are cores for all of them. The number of threads never changes, nor does any result.
 
 GNU's OpenMP takes its settings from the environment, when torch is loaded, and never again. But it
-stops spinning (after 1,000 rounds instead of 300,000) while it manages more threads than there are
+stops spinning (after 100 rounds instead of 300,000) while it manages more threads than there are
 cores. A few threads of our own that sleep bring that about, and their end undoes it.
 """
 

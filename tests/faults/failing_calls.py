@@ -8,10 +8,14 @@ nothing torn, and the same command, with room, must then give what it gives undi
 line printed is a JSON summary.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import importlib
+import io
 import json
 import os
+import pkgutil
 import shutil
 import sys
 from pathlib import Path
@@ -20,16 +24,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import scratchlm
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import find_checkpoints, write_checkpoint
-from scratchlm.cli import main, train
+from scratchlm.cli import attention_picture, main, train
 from scratchlm.data import prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
 from scratchlm.interop import write_hf
 from scratchlm.tokenizer import train_bpe
 from scratchlm.tokenizer.bpe import Tokenizer
-from scratchlm.training import read_metrics, read_plan
+from scratchlm.training import read_metrics, read_plan, report
 from scratchlm.training.choosing import Machine
 from scratchlm.training.plots import draw_run
 
@@ -54,7 +59,18 @@ COMMANDS = {
         "260",
         *SMALL,
     ],
-    "prepare": ["prepare", "text", "--tokenizer", "tokenizer", "--out", "out", "--split", "tail"],
+    "prepare": [
+        "prepare",
+        "text",
+        "--tokenizer",
+        "tokenizer",
+        "--out",
+        "out",
+        "--split",
+        "tail",
+        "--workers",
+        "1",
+    ],
     "tokenizer train": ["tokenizer", "train", "text/one.txt", "--vocab-size", "260", "--out", "t"],
     "import": ["import", "hf", "imported"],
     "export": ["export", "step", "exported"],
@@ -64,6 +80,9 @@ COMMANDS = {
     "merge": ["merge", "adapted", "merged"],
     "export --adapter": ["export", "adapted", "peft", "--adapter"],
     "evaluate --cases": ["evaluate", "step", "task.jsonl", "--cases", "cases.jsonl"],
+    "evaluate --plot": ["evaluate", "step", "task.jsonl", "--plot", "tasks.png"],
+    "inspect --html": ["inspect", "step", "--prompt", "the cat", "--html", "inside.html"],
+    "check --init": ["check", "mine.py", "--init"],
     "compare": ["compare", "old", "old", "--out", "compare.png"],
     "account --html": ["account", "gpt2", "--html", "page.html"],
     "account --plot": ["account", "gpt2", "--plot", "plot.svg"],
@@ -77,6 +96,22 @@ NOT_COMPARED = {
     "manifest.json",
     "plot.svg",
 }
+
+
+def warm() -> None:
+    """Do once what every child would do again: imports, a matrix product timed, pictures drawn."""
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # by torch's optimizers: a second
+    for module in pkgutil.walk_packages(scratchlm.__path__, "scratchlm."):
+        with contextlib.suppress(ImportError):  # what needs a package that is not here
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    train.look_at_machine = lambda device: Machine(1e11, False)
+    sys.argv = ["scratchlm", "presets"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()  # the command line is put together once
+    picture = draw_run([])
+    report.draw_run = attention_picture.draw_attention = lambda *_, **__: picture
 
 
 def make_world(folder: Path) -> None:
@@ -173,9 +208,7 @@ def same_log(one: Path, other: Path) -> bool:
 
 
 def main_(directory: Path, stride: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    train.look_at_machine = lambda device: Machine(1e11, False)  # a measurement takes a second
-    draw_run([])  # imports matplotlib, once for all children
+    warm()
     ctypes.CDLL(None).fault_arm(b"", ctypes.c_long(0), 0)
     world = directory / "world"
     make_world(world)

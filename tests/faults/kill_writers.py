@@ -19,8 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from failing_calls import COMMANDS, content, make_world
+from failing_calls import COMMANDS, content, make_world, warm
 
 from scratchlm.cli import main
 
@@ -53,7 +52,7 @@ def finish(folder: Path, command: list[str]) -> float:
 
 
 def main_(directory: Path, wanted: int, seed: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
+    warm()
     world, chance = directory / "world", random.Random(seed)
     make_world(world)
     fresh = content(world)

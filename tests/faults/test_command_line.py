@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from forked import become_command
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli import main
@@ -20,7 +21,8 @@ from scratchlm.tokenizer import CharTokenizer
 from training.tiny import write_data
 
 COMMAND = [sys.executable, "-c", "from scratchlm.cli import main; main()"]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", "NO_COLOR": "1"}
+SIMPLE = {"TERM": "dumb", "NO_COLOR": "1"}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", **SIMPLE}
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
 
 
@@ -69,6 +71,15 @@ REFUSED = [
     (["next", "RUN", "-p", "a", "--temperature", "1e-320"], "temperature must be finite"),
     (["export", "RUN", "OUT", "--max-shard-gb", "inf"], "--max-shard-gb must be finite"),
     (["export", "RUN", "OUT", "--max-shard-gb", "nan"], "--max-shard-gb must be finite"),
+    (["evaluate", "RUN", "RECORDS", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
+    (
+        ["finetune", "RUN", "RECORDS", "--out", "OUT", "--rank", "1000000000"],
+        "rank must not exceed",
+    ),
+    (
+        ["finetune", "RUN", "RECORDS", "--out", "OUT", "--epochs", "1e308"],
+        "--epochs must be above 0 and below a million; got 1e+308",
+    ),
     (["compare", "RUN/[red]no"], "no metrics.jsonl there"),
 ]
 
@@ -78,7 +89,9 @@ def test_a_wrong_command_line_is_one_line_and_leaves_nothing(
     arguments, says, model, tmp_path, monkeypatch, capsys
 ):
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
-    for word, path in (("DATA", data), ("OUT", out), ("RUN", model)):
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"text": "a b"}\n' * 4)
+    for word, path in (("DATA", data), ("OUT", out), ("RECORDS", records), ("RUN", model)):
         arguments = [a.replace(word, str(path)) for a in arguments]
     status, err = run(monkeypatch, capsys, *arguments)
     assert status == 2, err
@@ -220,7 +233,7 @@ def on_a_terminal(*arguments):
     """Run a command whose stdout and stderr are a terminal; return what reached it."""
     pid, fd = pty.fork()
     if pid == 0:
-        os.execve(COMMAND[0], [*COMMAND, *map(str, arguments)], ENV)
+        become_command(arguments, SIMPLE)
     output = b""
     while True:
         try:

@@ -223,6 +223,21 @@ def test_a_compiler_that_hangs_is_waited_for_once_and_not_in_silence(fresh, tmp_
         native.library()
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time is not told here")
+def test_a_compiler_that_gets_little_of_the_machine_is_waited_for(fresh, tmp_path):
+    """It works for a twentieth of a second in each quarter, and ends after more than the limit."""
+    work = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done"
+    compiler = tmp_path / "compiler"
+    script = f"for part in 1 2 3 4 5 6 7 8; do {work}; sleep 0.2; done; echo tired >&2; exit 1"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    fresh.setenv("CXX", str(compiler))
+    fresh.setattr(native, "TIME_LIMIT", 1.0)
+    fresh.setattr(native, "NOTICE_AFTER", 0.4)
+    assert native.library() is None
+    assert native.why_not() == f"{compiler}: tired"
+
+
 @pytest.mark.skipif(native._loaded()[1] is not None, reason="no C++ compiler here")
 def test_a_library_without_our_symbols_is_a_reason_not_an_attribute_error(fresh, tmp_path):
     source = tmp_path / "attention.cpp"

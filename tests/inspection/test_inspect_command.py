@@ -91,7 +91,7 @@ def test_an_ablation_shows_before_and_after(run, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attribute", "xyz"], "--attribute must be one token, or #ID; 'xyz' is 3 tokens"),
+        (["--attribute", "xyz"], "'xyz' is 3 tokens: 'x', 'y', 'z'"),
         (["--attribute", "#999"], r"token must lie in \[0, 257\); got 999"),
         (["--against", "a"], "--against needs --attribute"),
         (["--attention", "one"], "--attention must be LAYER.HEAD, as in 1.0; got 'one'"),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from check.command import run
 from scratchlm.cli.tokenizer import piece_text
 from scratchlm.tokenizer import load_tokenizer
 from tokenizer.texts import PROSE
@@ -92,15 +93,16 @@ def test_running_out_of_pairs_is_reported(tmp_path):
         (["text.txt", "--vocab-size", 300, "--special", ""], "must not be empty"),
     ],
 )
-def test_errors_are_one_line_and_leave_no_files(tmp_path, arguments, message):
+def test_errors_are_one_line_and_leave_no_files(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.bin").write_bytes(b"ab\xff\x00")
     (tmp_path / "folder").mkdir()
-    done = scratchlm("train", *arguments, "--out", "out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == b""
-    lines = done.stderr.decode().splitlines()
+    done = run("tokenizer", "train", *arguments, "--out", "out")
+    assert done.status == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert message in lines[0]
@@ -117,9 +119,9 @@ def test_errors_are_one_line_and_leave_no_files(tmp_path, arguments, message):
     ],
 )
 def test_wrong_use_of_a_tokenizer_is_one_line(trained, arguments, message):
-    done = scratchlm(*arguments, "-t", trained)
-    assert done.returncode == 2
-    (line,) = done.stderr.decode().splitlines()
+    done = run("tokenizer", *arguments, "-t", trained)
+    assert done.status == 2
+    (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}")
 
 

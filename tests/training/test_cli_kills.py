@@ -1,32 +1,21 @@
 """The real command, with real signals: what is stopped or killed goes on bit for bit."""
 
-import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
+from forked import ForkedCommand
 from scratchlm.checkpoint import find_checkpoints, step_of, verify_checkpoint
 from scratchlm.cli import main
+from scratchlm.training import run as run_module
 from training.tiny import log_of, write_data
 
-COMMAND = "from scratchlm.cli import main; main()"
 CONFIG = (
     "--steps", "300", "model.d_model=16", "model.num_heads=2", "model.num_layers=1",
     "model.context_length=8", "train.batch_size=4", "train.eval_every=50", "train.save_every=20",
 )  # fmt: skip
-
-
-def start(*arguments, command=COMMAND):
-    return subprocess.Popen(
-        [sys.executable, "-c", command, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def wait_for_step(run, step, process):
@@ -46,13 +35,14 @@ def in_this_process(monkeypatch, *arguments):
     return ended.value.code or 0
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(
     tmp_path, monkeypatch, capsys
 ):
     data, run, whole = write_data(tmp_path / "data"), tmp_path / "run", tmp_path / "whole"
     assert in_this_process(monkeypatch, "train", data, "--out", whole, *CONFIG) == 0
 
-    process = start("train", data, "--out", run, *CONFIG)
+    process = ForkedCommand("train", data, "--out", run, *CONFIG)
     wait_for_step(run, 30, process)
     process.send_signal(signal.SIGSTOP)  # hold the trainer while a second one tries
     capsys.readouterr()
@@ -67,15 +57,15 @@ def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(
     assert f"stopped at step {stopped:,} and saved" in err
     assert log_of(run)[-1]["step"] == stopped
 
-    process = start("train", "--resume", "--out", run)
+    process = ForkedCommand("train", "--resume", "--out", run)
     wait_for_step(run, min(stopped + 30, 280), process)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
 
-    process = start("train", "--resume", "--out", run)
+    process = ForkedCommand("train", "--resume", "--out", run)
     wait_for_step(run, min(stopped + 60, 290), process)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode in (143, 0), err  # 0: it was faster than the signal
     assert in_this_process(monkeypatch, "train", "--resume", "--out", run) == 0
@@ -85,19 +75,16 @@ def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(
     assert files[0] == files[1]
 
 
-SLOW_SAVE = """
-import time
-from scratchlm.training import run
-run.write_checkpoint = lambda *args, **kwargs: time.sleep(600)
-from scratchlm.cli import main; main()
-"""
+def save_slowly():
+    run_module.write_checkpoint = lambda *args, **kwargs: time.sleep(600)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_at_once(tmp_path, second):
-    data, run = write_data(tmp_path / "data"), tmp_path / "run"
-    process = start("train", data, "--out", run, *CONFIG, command=SLOW_SAVE)
-    wait_for_step(run, 5, process)
+    data, out = write_data(tmp_path / "data"), tmp_path / "run"
+    process = ForkedCommand("train", data, "--out", out, *CONFIG, prepare=save_slowly)
+    wait_for_step(out, 5, process)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert process.poll() is None  # it is saving, slowly

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from check.command import run as run_command
 from scratchlm import acceleration
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main, training_setup
@@ -53,7 +54,7 @@ def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
     assert code == 0, err
     assert out.strip() == str(run / "report.html")
     assert "learning a vocabulary of 280 tokens" in err
-    assert re.search(r"step 30: held-out loss \d\.\d+ .* bits/byte", err)
+    assert re.search(r"step 30: held-out \d\.\d+ .* bits/byte", err)
     code, explained, _ = cli("explain", run, "--device", "cpu")
     assert code == 0
     assert re.search(r"cpu_runner +runs", explained)
@@ -98,6 +99,18 @@ def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
     assert log_of(run) == before
 
 
+COMMON = ("--steps", 8, *SMALL, "train.save_every=8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Train what ablations are compared with, once."""
+    folder = tmp_path_factory.mktemp("ablations")
+    data = write_data(folder / "data")
+    assert run_command("train", data, *COMMON, "--out", folder / "base").status == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "check"),
     [
@@ -108,21 +121,21 @@ def test_from_text_to_a_model_a_report_and_an_evaluation(cli, tmp_path, text):
         ("tied-embeddings", lambda table: table["tie_embeddings"]),
     ],
 )
-def test_an_ablation_changes_one_thing_and_compare_draws_it(cli, tmp_path, name, check):
-    data = write_data(tmp_path / "data")
-    common = (data, "--steps", 8, *SMALL, "train.save_every=8")
-    assert cli("train", *common, "--out", tmp_path / "base")[0] == 0
-    assert cli("train", *common, "--out", tmp_path / name, "--ablation", name)[0] == 0
-    table = tomllib.loads((tmp_path / name / "config.toml").read_text())["model"]
+def test_an_ablation_changes_one_thing_and_compare_draws_it(cli, base, name, check):
+    words = ("train", base / "data", *COMMON, "--out", base / name, "--ablation", name)
+    assert cli(*words)[0] == 0
+    table = tomllib.loads((base / name / "config.toml").read_text())["model"]
     assert check(table)
-    picture = tmp_path / "c.png"
-    code, out, _ = cli("compare", tmp_path / "base", tmp_path / name, "--out", picture)
+    picture = base / f"{name}.png"
+    code, out, _ = cli("compare", base / "base", base / name, "--out", picture)
     assert code == 0
-    row = next(line for line in out.splitlines() if line.startswith(name))
-    differs = {word.strip(",") for word in row.split() if word.startswith(("model.", "train."))}
+    told = out.partition(f"{name} differs from base: ")[2]
+    differs = {word.strip(",") for word in told.split() if word.startswith(("model.", "train."))}
     allowed = {"model.d_ff", "model.ffn"} if name == "silu" else set()
     assert len(differs - allowed) == (0 if name == "silu" else 1), differs
     assert picture.read_bytes().startswith(b"\x89PNG")
+    if name == "tied-embeddings":
+        assert told.startswith("model.tie_embeddings False → True")
     if name == "silu":  # matched parameters
         counts = [line.split()[1] for line in out.splitlines()[1:3]]
         assert counts[0] == counts[1]

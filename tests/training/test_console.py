@@ -1,6 +1,7 @@
 """The bar shows what matters; where there is no terminal, lines do."""
 
 import io
+import math
 import re
 
 import pytest
@@ -53,6 +54,17 @@ def test_plain_lines_are_rate_limited_and_evaluations_are_not():
     training.sampled({"step": 199, "samples": ["[red]one\ntwo"]})
     lines = file.getvalue().splitlines()
     assert 1 <= sum(line.startswith("step ") and "tok/s" in line for line in lines) < 20
-    assert "step 199: held-out loss 1.5000  perplexity 4.48  2.1000 bits/byte  best so far" in lines
+    assert "step 199: held-out 1.5000  perplexity 4.48  2.1000 bits/byte  best so far" in lines
     assert "step 199: the held-out loss is not finite" in lines
     assert lines[-1] == "  | [red]one two"  # what a model writes is not markup
+
+
+def test_an_evaluation_is_one_line_of_80_columns():
+    file = io.StringIO()
+    training = TrainingConsole(20_000, 1024, console=Console(file=file, width=200))
+    for step, loss, best in ((0, 6.9755, True), (20_000, 4.5, True), (20_000, 4.75, False)):
+        figures = {"val_loss": loss, "val_perplexity": math.exp(loss), "bits_per_byte": 2.1}
+        training.evaluated({"step": step, **figures, "best": best})
+    lines = file.getvalue().splitlines()
+    assert lines[-1].endswith("best +0.2500")
+    assert max(map(len, lines)) <= 80, lines

@@ -15,6 +15,7 @@ import typer
 from scratchlm import __version__
 from scratchlm.cli import (
     account,
+    chat,
     check,
     config,
     demo,
@@ -57,6 +58,7 @@ account.register(app)
 interop.register(app)
 quantize.register(app)
 generate.register(app)
+chat.register(app)
 inspect.register(app)
 serve.register(app)
 predict.register(app)

@@ -163,7 +163,7 @@ def print_parameters(console: Console, counts: Parameters) -> None:
     columns = (("count", "left"), ("", "right"), ("", "right"), ("meaning", "left"))
     table = make_table(None, *columns, header=False)
     for name, value, says in rows:
-        table.add_row(name, f"{value:,}", f"{value * 4 / 1e9:.2f} GB fp32", says)
+        table.add_row(name, f"{value:,}", f"{_decimal_bytes(value * 4)} fp32", says)
     console.print(table)
     console.print()
 
@@ -265,12 +265,24 @@ def print_training(console: Console, run: Training) -> None:
     table.add_row("assumed MFU", f"{run.mfu.value:.2f}", f"of {run.mfu.peak}")
     time = seconds_text(float(run.seconds.value))
     table.add_row("time", time, f"on {run.gpus} × {run.machine}")
-    table.add_row("GPU hours", f"{run.gpu_hours:,.0f}", "")
+    table.add_row("GPU hours", _amount(run.gpu_hours, ""), "")
     if run.dollars is not None:
         price = f"at ${run.price:.2f} per GPU-hour (prices: {PRICES_AS_OF}, rough; --price)"
-        table.add_row("cost", f"${run.dollars:,.0f}", price)
+        table.add_row("cost", _amount(run.dollars, "$"), price)
     console.print(table)
     console.print()
+
+
+def _decimal_bytes(count: int) -> str:
+    """Format bytes in GB, as sizes of models are given; a small model's in MB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
+
+
+def _amount(value: float, unit: str) -> str:
+    """Format hours or dollars: whole where there are many, and never 0 where there are some."""
+    if value >= 100 or value == 0:
+        return f"{unit}{value:,.0f}"
+    return f"{unit}{value:.2f}" if value >= 0.01 else f"< {unit}0.01"
 
 
 def print_fits(console: Console, answers: dict[str, Fits]) -> None:

@@ -74,6 +74,8 @@ def evaluate(
     from scratchlm.cli import evaluation_output as output
     from scratchlm.cli import evaluation_run as running
 
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1; got {batch_size}")
     output.check_places(plot, "--plot", cases)
     models, tasks = running.split_arguments(model, data or [])
     wanted = running.Wanted(
@@ -124,8 +126,8 @@ def compare(
     tasks = all_tasks(logs)
     for task in tasks:
         table.add_column(Text(visible(task)), justify="right")
-    table.add_column("differs in")
     base = next(iter(plans.values()))
+    told = []
     for name, (path, records) in zip(short, logs.items(), strict=True):
         steps = [record for record in records if "loss" in record]
         held_out = [record for record in records if record.get("val_loss") is not None]
@@ -139,9 +141,13 @@ def compare(
             f"{best['step']:,}" if best else "",
             f"{mean_rate(steps[-1]):,.0f}" if steps else "",
             *(_last_figure(task_curves(records).get(task)) for task in tasks),
-            ", ".join(_differences(base, plans[path])),
         )
-    Console(width=None if Console().is_terminal else 160).print(table)
+        if differences := _differences(base, plans[path]):
+            told.append(f"{name} differs from {short[0]}: {', '.join(differences)}")
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    for line in told:  # whole names: a column would cut them
+        console.print(Text(visible(line)))
     write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
     say(out)
 
@@ -155,13 +161,12 @@ def _last_figure(curve: tuple[str, list[tuple[int, Any]]] | None) -> str:
 
 
 def _differences(base: Plan, other: Plan) -> list[str]:
-    """Name the fields in which a run differs from the first."""
+    """Name the fields in which a run differs from the first, with both values where short."""
     found = []
     for section in ("model", "train"):
-        a, b = getattr(base, section), getattr(other, section)
-        found += [
-            f"{section}.{field.name}"
-            for field in fields(a)
-            if getattr(a, field.name) != getattr(b, field.name)
-        ]
+        for field in fields(getattr(base, section)):
+            a, b = (getattr(getattr(plan, section), field.name) for plan in (base, other))
+            short = all(isinstance(value, int | float | str) for value in (a, b))
+            if a != b:
+                found.append(f"{section}.{field.name}" + (f" {a} → {b}" if short else ""))
     return found

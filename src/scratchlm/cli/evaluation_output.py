@@ -197,6 +197,7 @@ def write_plot(path: Path, found: Sequence[OfModel]) -> None:
     for at, (is_loss, tasks) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), at + 1)
         _draw(axes, tasks, found, is_loss)
+        axes.set_ylim(rows - 0.5, -0.5)  # bars are as thick in both
     figure.axes[0].legend(
         frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8
     )
@@ -231,7 +232,6 @@ def _draw(
         )
     labels = [f"{task}\n{name.replace('_', ' ')}" for task, name in tasks]
     axes.set_yticks(range(len(tasks)), [visible(label).replace("$", r"\$") for label in labels])
-    axes.invert_yaxis()
     axes.set_xlim(left=0)
     if not is_loss and top <= 1:
         axes.set_xlim(0, 1)

@@ -18,6 +18,7 @@ COMMANDS = {
     "Begin": ("demo", "presets", "config"),
     "Train": ("tokenizer", "prepare", "train", "finetune", "evaluate", "compare"),
     "Use": ("generate", "chat", "next", "predict", "serve"),
+    "Look inside and learn": ("inspect", "check"),
     "Know what it costs and what runs": ("account", "explain"),
     "Exchange": ("import", "export", "merge", "quantize"),
 }

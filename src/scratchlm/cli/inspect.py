@@ -123,7 +123,11 @@ def _token(given: str, tokenizer: AnyTokenizer, option: str) -> int:
         return int(given[1:])
     ids = tokenizer.encode(given)
     if len(ids) != 1:
-        raise ValueError(f"{option} must be one token, or #ID; {given!r} is {len(ids)} tokens")
+        pieces = ", ".join(repr(tokenizer.decode([i])) for i in ids[:8])
+        more = ", …" if len(ids) > 8 else ""
+        raise ValueError(
+            f"{option} must be one token, or #ID; {given!r} is {len(ids)} tokens: {pieces}{more}"
+        )
     return int(ids[0])
 
 

@@ -22,7 +22,7 @@ MEANINGS = {
     "train.weight_decay": "of matrices; norms and biases have none",
     "train.schedule": "of the learning rate: cosine, wsd (warm up, stay, decay) or constant",
     "train.z_loss": "weight of the squared log-partition, which keeps logits small",
-    "train.precision": "fp32, bf16-mixed, bf16-residual or fp8; none: bf16-mixed on a GPU, "
+    "train.precision": "fp32, bf16-mixed, bf16-residual or fp8; as suits: bf16-mixed on a GPU, "
     "fp32 elsewhere",
     "train.compile": "off, block or model: what torch.compile takes",
     "train.checkpointing": "what is computed again in the backward pass instead of kept: none, "

@@ -159,7 +159,7 @@ def join(
 
     settings = rank_settings(out, tables)
     where = choose_device(device).type
-    return join_ranks(where, settings.tp, settings.rank_timeout, settings.backend)
+    return join_ranks(where, settings.tp, settings.rank_timeout, settings.backend, settings.cp)
 
 
 def rank_settings(out: Path, tables: dict[str, Any]) -> TrainConfig:
@@ -398,6 +398,7 @@ def _where(learner: Any) -> str:
     if ranks is None:
         return str(learner.device)
     tp = f" × tp {ranks.tensor_size}" if ranks.tensor_size > 1 else ""
+    tp += f" × cp {ranks.context_size}" if ranks.context_size > 1 else ""
     return f"{ranks.size} ranks ({settings.parallel or 'zero1'}{tp}, {ranks.device.type})"
 
 

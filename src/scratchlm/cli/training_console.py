@@ -97,8 +97,8 @@ class TrainingConsole(Watcher):
         if record["best"] or self.best_loss is None:
             self.best_loss = loss
         elif loss > self.best_loss:
-            best = f"  rising: {loss - self.best_loss:.4f} above the best"
-        self.say(f"step {record['step']:,}: held-out loss {loss:.4f}{shown}{per_byte}{best}")
+            best = f"  best {loss - self.best_loss:+.4f}"  # so much above it
+        self.say(f"step {record['step']:,}: held-out {loss:.4f}{shown}{per_byte}{best}")
 
     def tasks_run(self, record: dict[str, Any]) -> None:
         """Print the first figure of each task."""

@@ -258,7 +258,7 @@ def tuning_settings(
     rate *= 0.1 if tuning.preference else 1.0
     epochs = EPOCHS if args.epochs is None else args.epochs
     if not 0 < epochs < 1e6:
-        raise ValueError(f"--epochs must be above 0; got {epochs}")
+        raise ValueError(f"--epochs must be above 0 and below a million; got {epochs}")
     steps = int(args.overrides.get("steps") or max(1, round(epochs * rows / batch_size)))
     chosen: dict[str, Any] = {
         "steps": steps,

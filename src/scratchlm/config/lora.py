@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
+MAX_RANK = 65_536  # wider than any layer it could be of use to
+
 
 @dataclass(frozen=True)
 class LoRA:
@@ -27,6 +29,8 @@ class LoRA:
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank must be a whole number >= 1; got rank={self.rank!r}")
+        if self.rank > MAX_RANK:
+            raise ValueError(f"rank must not exceed {MAX_RANK:,}; got rank={self.rank}")
         if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
             raise ValueError(f"alpha must be finite and above 0; got alpha={self.alpha!r}")
         if not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):

@@ -211,7 +211,7 @@ def _own(table: Mapping[str, Any], word: str, layer: str, path: Path) -> Any:
         if not re.fullmatch(r"\^?[\w.]+", name):  # theirs are expressions: hostile ones take ages
             raise ScratchLMError(f"{path / CONFIG}: {shown(name)} must be a layer's plain name")
         if not isinstance(value, int | float) or not 0 < value < 2**20:
-            raise ScratchLMError(f"{path / CONFIG}: {shown(name)} must be above 0")
+            raise ScratchLMError(f"{path / CONFIG}: {shown(name)} must be above 0 and below 2^20")
         whole = name.removeprefix("^")
         if layer == whole or (whole == name and layer.endswith(f".{name}")):
             return value
