@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 
 # pytest-xdist uses both cores; one torch thread per worker keeps them from fighting.
 PYTEST_WORKERS ?= 2
+# Each worker begins with one half of the files, so a module's fixtures are made once; then it helps.
+SPREAD := -n $(PYTEST_WORKERS) --dist worksteal
 # Compiled modules are kept, whatever the shell says: tests start many processes.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
@@ -30,7 +32,7 @@ types: $(STAMP)
 check: lint types
 
 test: check
-	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow"
+	$(TEST_ENV) $(BIN)/pytest $(SPREAD) -m "not slow"
 
 # The core, in under two minutes: formulas, layers, tokenizer, data, steps, command line, pages.
 QUICK := tests/ops/test_reference.py tests/model/test_layers.py tests/model/test_properties.py \
@@ -38,10 +40,10 @@ QUICK := tests/ops/test_reference.py tests/model/test_layers.py tests/model/test
 	tests/training/test_schedules.py tests/inference/test_sampling.py tests/checkpoint \
 	tests/test_architecture.py tests/test_cli.py tests/test_config.py tests/test_help.py
 test-quick: $(STAMP)
-	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow" $(QUICK)
+	$(TEST_ENV) $(BIN)/pytest $(SPREAD) -m "not slow" $(QUICK)
 
 test-slow: $(STAMP)
-	$(TEST_ENV) $(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
+	$(TEST_ENV) $(BIN)/pytest $(SPREAD) -m slow
 
 # Each writes its section of bench/RESULTS.md. SHAKESPEARE: a text file to measure on.
 SHAKESPEARE ?= ../shared/data/tinyshakespeare.txt
@@ -63,9 +65,6 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/shared_cpu.py
 	$(BIN)/python bench/projection.py
 	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
-	$(BIN)/python bench/speculation.py
-	$(BIN)/python bench/quantized.py quality --text $(SHAKESPEARE)
-	$(BIN)/python bench/quantized.py speed
 
 # Needs a GPU. BENCH_PYTHON=python3 runs it from the checkout, with whatever torch is there.
 BENCH_PYTHON ?= $(BIN)/python
@@ -81,8 +80,7 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/quantized.py gpu
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/speculation.py --device cuda --size "1.6 B"
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/serve.py
-	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/quantized.py gpu
-	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/speculation.py --device cuda --size "1.6 B"
+	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/ranks_gpu.py
 
 # Rewrites the generated pages, then builds the site into site/ (index.html opens in a browser).
 docs: $(STAMP)

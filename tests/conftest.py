@@ -1,6 +1,9 @@
 """What every test stands on: fixed seeds, a CPU that does not die on bfloat16, kernels that run."""
 
+import functools
+import gc
 import os
+import signal
 
 # Some CPUs announce matrix instructions that the machine then refuses; must precede torch.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -21,11 +24,42 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+# A shell that starts a job in the background has it ignore Ctrl-C, and so would its children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """Keep the collector from walking through all modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tried(record_property):
+    """Record a row of the table that `make test` and `make test-slow` end with."""
+
+    def record(what, count, note=""):
+        record_property("reliability", [what, count, note])
+
+    return record
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_look_at_the_machine():
+    """Measure this machine once, not in each of the many small runs: a fifth of a second each."""
+    from scratchlm.cli import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "look_at_machine", functools.cache(train.look_at_machine))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter):

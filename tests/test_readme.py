@@ -136,6 +136,8 @@ def test_the_site_has_every_page_and_documents_what_exists():
     listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:")[2]))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed == pages
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(([\w/-]+\.md)\)", home)) == pages - {"index.md"}
     page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     names = re.findall(r"(?m)^::: (\S+)\.(\w+)$", page)
     assert len(names) > 10

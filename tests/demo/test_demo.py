@@ -9,7 +9,6 @@ import json
 import math
 import random
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from unittest import mock
@@ -18,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from forked import ForkedCommand
 from scratchlm.cli import main
 from scratchlm.cli.demo.corpus import DemoArgs, entropy_floor, read_stories
 from scratchlm.cli.demo.showing import (
@@ -165,16 +165,13 @@ def test_a_run_that_is_not_a_demo_is_left_unchanged(tmp_path):
         assert (tmp_path / "config.toml").read_text() == "[model]\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_an_interrupted_demo_resumes_to_the_same_result(small, tmp_path):
     out = tmp_path / "run"
-    code = "from scratchlm.cli import main; main()"
-    command = [sys.executable, "-c", code, "demo", "--out", str(out), *SMALL]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stderr:
-            if line.startswith("step 1/"):
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stderr.read()
+    process = ForkedCommand("demo", "--out", out, *SMALL)
+    process.wait_for("step 1/")
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate()
     assert process.returncode == 130
     assert "stopped and saved; the same command goes on" in rest
     assert len(_without_clock(out)) < len(_without_clock(small[0]))
@@ -190,7 +187,7 @@ def _without_clock(out):
 
 def test_fresh_starts_clean(small, tmp_path):
     out = tmp_path / "run"
-    few = ["--sentences", "1500", "--steps", "1"]
+    few = ["--sentences", "100", "--steps", "1"]
     run("demo", "--out", out, *few, check=1)
     (out / "mine.txt").write_text("kept")
     found = run("demo", "--out", out, "--seed", "5", *few, "--fresh", check=1)

@@ -20,9 +20,13 @@ def one_layer(family, ops="fast"):
     return build(FAMILIES[family].replace(num_layers=1), ops, dtype=torch.float32)
 
 
-def compiled(module):
+def compiled(module, traced=True):
     # The front end and autograd's tracer, without a C++ compiler: what `fullgraph` is about.
-    return torch.compile(module, fullgraph=True, backend="aot_eager")
+    return torch.compile(module, fullgraph=True, backend="aot_eager" if traced else "eager")
+
+
+# Every op is in one of these; the other families differ in what the front end reads.
+TRACED = ("plain", "qwen3", "gpt2", "mistral", "mixtral", "no positions")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_forward_and_backward_compile_into_one_graph(family, ops):
     # The reference's loop over experts asks which tokens chose one: a shape that depends on data.
     depends = family == "mixtral" and ops == "reference"
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=depends):
-        loss = compiled(model.loss)(tokens, tokens.roll(-1, 1))
+        loss = compiled(model.loss, family in TRACED)(tokens, tokens.roll(-1, 1))
         loss.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
