@@ -1,11 +1,12 @@
 """Ask a server as many users do, and measure what they see: a client in processes of its own.
 
-    python bench/load.py URL < work.json
+    python bench/load.py URL PATH < work.json
 
 `work.json` is a list of users, each a list of bodies asked one after the other; all users at once.
 For every answer: seconds until its first piece, between tokens (from the first piece to the last,
 over the tokens after the first), and in all; and its tokens, as the last chunk counts them
-(`stream_options`; else its pieces). Standard library only.
+(`stream_options`; else its pieces). An answer without a token fails the load, with what came
+instead. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,11 @@ class Seen:
     tokens: int
     began: float  # by the clock that all processes of a machine share
     ended: float
+    cpu: float = 0.0  # of the client's process, its part for this answer
+
+
+class LoadError(Exception):
+    """A server did not answer as it should; says what came."""
 
 
 class Answer(asyncio.Protocol):
@@ -73,7 +79,7 @@ def seen(came: Sequence[tuple[float, bytes]], began: float) -> Seen:
             times.append(now)
         start = end
     if not times:
-        raise SystemExit(f"error: {whole[:2000]!r}")
+        raise LoadError(f"an answer without a token: {whole[:300]!r}")
     tokens, ended = tokens or len(times), came[-1][0]
     between = (times[-1] - times[0]) / max(tokens - 1, 1)
     return Seen(times[0] - began, between, ended - began, tokens, began, ended)
@@ -100,8 +106,11 @@ async def all_users(url: str, users: Sequence[Sequence[dict[str, Any]]], path: s
     async def user(bodies: Sequence[dict[str, Any]]) -> list[tuple[Answer, float]]:
         return [await ask(url, body, path) for body in bodies]
 
-    found = await asyncio.gather(*(user(bodies) for bodies in users))
-    return [seen(answer.came, began) for of_user in found for answer, began in of_user]
+    begin = time.process_time()
+    answers = await asyncio.gather(*(user(bodies) for bodies in users))
+    took = time.process_time() - begin
+    found = [seen(answer.came, began) for of_user in answers for answer, began in of_user]
+    return [replace(one, cpu=took / len(found)) for one in found]
 
 
 def load(
@@ -126,8 +135,11 @@ def load(
         assert process.stdout is not None
         answer = process.stdout.read()
         if process.wait():
-            raise SystemExit("error: a load process failed")
-        found += [Seen(**seen) for seen in json.loads(answer)]
+            raise LoadError("a process of the load ended by an error; it is above")
+        printed = json.loads(answer)
+        if isinstance(printed, str):
+            raise LoadError(printed)
+        found += [Seen(**seen) for seen in printed]
     return found
 
 
@@ -146,6 +158,14 @@ def medians(found: Sequence[Seen]) -> tuple[float, float, float]:
     )
 
 
+def report(run: Callable[[], list[Seen]]) -> None:
+    """Print what users saw as JSON, or in its place what failed."""
+    try:
+        print(json.dumps([asdict(seen) for seen in run()]))
+    except (LoadError, OSError) as error:
+        print(json.dumps(str(error)))
+
+
 if __name__ == "__main__":
-    seen_by_all = asyncio.run(all_users(sys.argv[1], json.load(sys.stdin), sys.argv[2]))
-    print(json.dumps([asdict(seen) for seen in seen_by_all]))
+    url, path, users = sys.argv[1], sys.argv[2], json.load(sys.stdin)
+    report(lambda: asyncio.run(all_users(url, users, path)))

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from typing import Any
 
 import gevent
@@ -20,7 +19,7 @@ from locust import HttpUser, constant, task
 from locust.env import Environment
 from locust.exception import StopUser
 
-from load import Seen, seen
+from load import LoadError, Seen, report, seen
 
 
 def all_users(url: str, users: list[list[dict[str, Any]]], path: str) -> list[Seen]:
@@ -47,12 +46,11 @@ def all_users(url: str, users: list[list[dict[str, Any]]], path: str) -> list[Se
     runner.start(len(users), spawn_rate=len(users))
     while len(found) < sum(map(len, users)):
         if environment.stats.total.num_failures or runner.errors:
-            raise SystemExit(f"error: {[*environment.stats.errors.values(), *runner.errors]}")
+            raise LoadError(f"{[*environment.stats.errors.values(), *runner.errors]}")
         gevent.sleep(0.01)
     runner.quit()
     return found
 
 
 if __name__ == "__main__":
-    seen_by_all = all_users(sys.argv[1], json.load(sys.stdin), sys.argv[2])
-    print(json.dumps([asdict(one) for one in seen_by_all]))
+    report(lambda: all_users(sys.argv[1], json.load(sys.stdin), sys.argv[2]))

@@ -1,12 +1,12 @@
 """Quantised weights beside llama.cpp: speed on a CPU, quality of a trained model, a GPU.
 
-    python bench/quantized.py speed [--shape "124 M"] [--threads 1 2] [--rounds 3]
+    python bench/quantized.py speed [--shape "124 M"] [--threads 1 2] [--rounds 3] [--files DIR]
     python bench/quantized.py quality --text FILE [--model RUN]
     python bench/quantized.py gpu [--shape "7 B"]
 
 speed: both read the same GGUF file, each in a process of its own, by turns; the best of the rounds
 counts. Ours is `load_model` and `stream`, greedy; llama.cpp (through cyllama) is fed one token
-after the other, without choosing any. All shapes and formats take most of an hour.
+after the other, without choosing any. Files are written first, or kept in DIR for the next time.
 
 quality: of a run, or of a small model that is trained here on the text's first nine tenths, a few
 minutes; measured on its end. Each format with the bytes our quantiser gives, with those of
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,6 +64,7 @@ GPU_MARKS = {"int8": "1.7", "q4_0": "2.5", "q4_k": "2.5"}
 WIDE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMATS = (*WIDE, "q8_0", "q6_k", "q4_k_m", "q4_k", "q4_0")
 GREEDY = Sampling(temperature=0.0)
+Measure = Callable[[int, int], dict[str, float]]  # of threads and the tokens of a prompt
 GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q6_k": 14}
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k": 14, "q4_k_m": 15, "q6_k": 18}  # llama.cpp's numbers
 TRAINED = (
@@ -95,86 +96,129 @@ def write_model(path: Path, config: ModelConfig, format: str) -> Path:
     return write_gguf(path, config, state)
 
 
-def measure_ours(path: str, threads: int) -> dict[str, float]:
-    """Return tokens a second, of a prompt and of decoding."""
-    torch.set_num_threads(threads)
+def load_ours(path: str) -> Measure:
+    """Return what measures our tokens a second, of a prompt and of decoding."""
     model = load_model(path).model
-    prompt = [7] * PROMPT
     options = {"sampling": GREEDY, "eos_ids": []}
-    generate(model, [prompt[:8]], max_new_tokens=2, **options)
-    begin = time.perf_counter()
-    generate(model, [prompt], max_new_tokens=1, **options)
-    read = time.perf_counter()
-    times = [time.perf_counter() for _ in stream(model, [[7]], max_new_tokens=NEW, **options)]
-    return {
-        "prompt": PROMPT / (read - begin),
-        "decode": (NEW - 1) / (times[-1] - times[0]),
-        "MB": held_bytes(model) / 1e6,
-    }
+
+    def measure(threads: int, count: int) -> dict[str, float]:
+        torch.set_num_threads(threads)
+        generate(model, [[7] * 8], max_new_tokens=2, **options)
+        begin = time.perf_counter()
+        generate(model, [[7] * count], max_new_tokens=1, **options)
+        read = time.perf_counter()
+        times = [time.perf_counter() for _ in stream(model, [[7]], max_new_tokens=NEW, **options)]
+        return {"prompt": count / (read - begin), "decode": (NEW - 1) / (times[-1] - times[0])}
+
+    return measure
 
 
-def measure_theirs(path: str, threads: int) -> dict[str, float]:
-    """Return the same of llama.cpp."""
+def load_theirs(path: str) -> Measure:
+    """Return what measures the same of llama.cpp."""
     import cyllama.llama.llama_cpp as llama
 
     llama.disable_logging()
     llama.ggml_backend_load_all()
     model = llama.LlamaModel(path)
-    params = llama.LlamaContextParams()
-    params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, PROMPT, PROMPT
-    params.n_threads = params.n_threads_batch = threads
-    context = llama.LlamaContext(model, params)
 
-    def read(count: int, at: int) -> None:
-        batch = llama.LlamaBatch(n_tokens=count, embd=0, n_seq_max=1)
-        for n in range(count):
-            batch.add(7, at + n, [0], n == count - 1)
-        context.decode(batch)
-        context.synchronize()
+    def measure(threads: int, count: int) -> dict[str, float]:
+        params = llama.LlamaContextParams()
+        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, PROMPT, PROMPT
+        params.n_threads = params.n_threads_batch = threads
+        context = llama.LlamaContext(model, params)
 
-    read(8, 0)
-    context.kv_cache_clear()
-    begin = time.perf_counter()
-    read(PROMPT, 0)
-    middle = time.perf_counter()
-    context.kv_cache_clear()
-    read(1, 0)
-    start = time.perf_counter()
-    for n in range(1, NEW):
-        read(1, n)
-    end = time.perf_counter()
-    return {"prompt": PROMPT / (middle - begin), "decode": (NEW - 1) / (end - start)}
+        def read(tokens: int, at: int) -> None:
+            batch = llama.LlamaBatch(n_tokens=tokens, embd=0, n_seq_max=1)
+            for n in range(tokens):
+                batch.add(7, at + n, [0], n == tokens - 1)
+            context.decode(batch)
+            context.synchronize()
 
+        read(8, 0)
+        context.kv_cache_clear()
+        begin = time.perf_counter()
+        read(count, 0)
+        middle = time.perf_counter()
+        context.kv_cache_clear()
+        read(1, 0)
+        start = time.perf_counter()
+        for n in range(1, NEW):
+            read(1, n)
+        end = time.perf_counter()
+        return {"prompt": count / (middle - begin), "decode": (NEW - 1) / (end - start)}
 
-def in_a_process(who: str, path: Path, threads: int) -> dict[str, float]:
-    """Measure in a process of its own: the other's threads are gone."""
-    command = [sys.executable, __file__, "child", who, str(path), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return measure
 
 
-def speed(shape: str, formats: list[str], threads: list[int], rounds: int) -> str:
+class Child:
+    """A process that has loaded a model, and measures when it is told to: never two at once."""
+
+    def __init__(self, who: str, path: Path) -> None:
+        command = [sys.executable, __file__, "child", who, str(path)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._answer()
+
+    def measure(self, threads: int, count: int) -> dict[str, float]:
+        """Return tokens a second."""
+        assert self.process.stdin is not None
+        print(threads, count, file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError("a child has ended")
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def answer(who: str, path: str) -> None:
+    """Be a child."""
+    measure = (load_ours if who == "ours" else load_theirs)(path)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        threads, count = map(int, line.split())
+        print(json.dumps(measure(threads, count)), flush=True)
+
+
+def speed(shape: str, formats: list[str], threads: list[int], rounds: int, folder: Path) -> str:
     """Measure both, by turns."""
-    rows, config = [], SHAPES[shape]
-    with tempfile.TemporaryDirectory() as folder:
-        for format in formats:
-            path = write_model(Path(folder) / "model.gguf", config, format)
-            bits = 8 * path.stat().st_size / _num_weights(TransformerLM(config, device="meta"))
-            for count in threads:
-                ours, theirs = [], []
-                for _ in range(rounds):
-                    ours.append(in_a_process("ours", path, count))
-                    theirs.append(in_a_process("theirs", path, count))
-                rows.append([format, f"{bits:.2f}", count, *_best(ours, theirs)])
-                print(shape, *rows[-1], sep=" | ", flush=True)
-            path.unlink()
+    rows, config, count = [], SHAPES[shape], PROMPT // 4 if shape == "0.6 B" else PROMPT
+    for format in formats:
+        path = folder / f"{shape.replace(' ', '')}-{format}.gguf"
+        if not path.exists():
+            write_model(path, config, format)
+        bits = 8 * path.stat().st_size / _num_weights(TransformerLM(config, device="meta"))
+        children = [Child(who, path) for who in ("ours", "theirs")]
+        for number in threads:
+            found: list[list[dict[str, float]]] = [[], []]
+            for _ in range(rounds):
+                for child, rates in zip(children, found, strict=True):
+                    rates.append(child.measure(number, count))
+            rows.append([format, f"{bits:.2f}", number, *_best(*found)])
+            print(shape, *rows[-1], sep=" | ", flush=True)
+        for child in children:
+            child.close()
     header = ["format", "bits", "threads"]
     for what in ("decode", "prompt"):
         header += [f"{what}, ours", f"{what}, llama.cpp", "×"]
     body = table(header, rows)
-    body += f"\n\nTokens/s: {NEW} tokens one by one, and a prompt of {PROMPT}; best of {rounds} "
-    return body + f"rounds. Load average at the end: {os.getloadavg()[0]:.1f}."
+    body += f"\n\nTokens/s: {NEW} tokens one by one, and a prompt of {count}; best of {rounds} "
+    body += f"rounds. llama.cpp's wheel: {_their_instructions()}. "
+    return body + f"Load average at the end: {os.getloadavg()[0]:.1f}."
+
+
+def _their_instructions() -> str:
+    import xllamacpp
+
+    return str(xllamacpp.get_system_info()).strip(" |").replace(" |", ",").replace(" = 1", "")
 
 
 def _num_weights(model: TransformerLM) -> int:
@@ -345,6 +389,7 @@ def main() -> None:
     one.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS)
     one.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--files", type=Path)
     two = modes.add_parser("quality")
     two.add_argument("--model")
     two.add_argument("--text", required=True)
@@ -353,19 +398,19 @@ def main() -> None:
     child = modes.add_parser("child")
     child.add_argument("who", choices=("ours", "theirs"))
     child.add_argument("path")
-    child.add_argument("threads", type=int)
     args = parser.parse_args()
     given = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     command = "python bench/quantized.py " + shlex.join(given)
     where, with_ = machine(), versions("torch", "cyllama", "xllamacpp")
     if args.mode == "child":
-        measure = measure_ours if args.who == "ours" else measure_theirs
-        print(json.dumps(measure(args.path, args.threads)))
+        answer(args.who, args.path)
     elif args.mode == "speed":
-        for shape in args.shape:
-            body = speed(shape, args.format, args.threads, args.rounds)
-            title = f"Quantised weights on a CPU, {shape}"
-            write_section(title, command, where, with_, body)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = args.files or Path(temporary)
+            for shape in args.shape:
+                body = speed(shape, args.format, args.threads, args.rounds, folder)
+                title = f"Quantised weights on a CPU, {shape}"
+                write_section(title, command, where, with_, body)
     elif args.mode == "quality":
         body = quality(args.model, args.text)
         write_section("Quality of quantised weights", command, where, with_, body)

@@ -1,11 +1,12 @@
 """Training steps on a CPU that other programs use: beside 0, 1 and 2 busy processes.
 
-    python bench/shared_cpu.py [--rounds 3] [--seconds 4] [--batch 4]
+    python bench/shared_cpu.py [--rounds 5] [--seconds 1.5] [--batch 4]
 
 Columns: the default; torch's own waiting (OpenMP's spin count, set by hand); a spin count of 1,000;
-no spinning; one thread. Every round measures every column in a process of its own, one after the
-other, so that what else the machine does falls on all alike. Shown: the median of the rounds' mean
-ms a step, and the default beside the best column of the row.
+no spinning; one thread. Each has a process of its own, which waits while another is measured; every
+round measures every column, one after the other, so that what else the machine does falls on all
+alike. Shown: the median of the rounds' mean ms a step, and the default beside the best column of
+the row.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ COLUMNS = {
 }
 
 
-def measure(seconds: float, batch_size: int) -> float:
-    """Return the mean seconds of a step of a model of 418,272 parameters."""
+def measure_when_asked(seconds: float, batch_size: int) -> None:
+    """Print, for every line that comes in, the mean seconds of a step of 418,272 parameters."""
     import torch
 
     from scratchlm import ModelConfig
@@ -43,15 +44,39 @@ def measure(seconds: float, batch_size: int) -> float:
     learner = Learner(model, TrainConfig(steps=1_000_000, batch_size=batch_size))
     ids = torch.randint(1024, (batch_size, 129), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    step, warm = 0, time.perf_counter() + 1.0
-    while step < 3 or time.perf_counter() < warm:
-        step += 1
-        take_step(learner, batch, step, 1e-3)
-    first, began = step, time.perf_counter()
-    while step < first + 3 or time.perf_counter() - began < seconds:
-        step += 1
-        take_step(learner, batch, step, 1e-3)
-    return (time.perf_counter() - began) / (step - first)
+    step = 0
+
+    def mean_seconds(seconds: float) -> float:
+        nonlocal step
+        first, began = step, time.perf_counter()
+        while step < first + 3 or time.perf_counter() - began < seconds:
+            step += 1
+            take_step(learner, batch, step, 1e-3)
+        return (time.perf_counter() - began) / (step - first)
+
+    for _ in sys.stdin:
+        mean_seconds(1.5)  # the default takes a second to see that it is alone again
+        print(json.dumps(mean_seconds(seconds)), flush=True)
+
+
+class Column:
+    """A process with a setting."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def measure(self) -> float:
+        """Return the mean seconds of a step."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        return float(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 @contextlib.contextmanager
@@ -69,35 +94,35 @@ def busy_processes(count: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.seconds, args.batch)))
+        measure_when_asked(args.seconds, args.batch)
         return
     names = {name for settings in COLUMNS.values() for name in settings}
     plain = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, __file__, "--one"]
     command += ["--seconds", str(args.seconds), "--batch", str(args.batch)]
+    columns = [Column(command, {**plain, **settings}) for settings in COLUMNS.values()]
     rows = []
     for others in (0, 1, 2):
-        found: dict[str, list[float]] = {column: [] for column in COLUMNS}
+        found: list[list[float]] = [[] for _ in columns]
         with busy_processes(others):
             for _ in range(args.rounds):
-                for column, settings in COLUMNS.items():
-                    done = subprocess.run(
-                        command, env={**plain, **settings}, capture_output=True, check=True
-                    )
-                    found[column].append(json.loads(done.stdout))
-        medians = [statistics.median(times) * 1e3 for times in found.values()]
+                for column, times in zip(columns, found, strict=True):
+                    times.append(column.measure())
+        medians = [statistics.median(times) * 1e3 for times in found]
         ratio = f"**{medians[0] / min(medians):.2f}**"
         rows.append((others, *(f"{value:.1f}" for value in medians), ratio))
         print(*rows[-1], sep="  ", flush=True)
+    for column in columns:
+        column.close()
     write_section(
         "Training on a CPU that others use",
-        f"python bench/shared_cpu.py --rounds {args.rounds}",
+        f"python bench/shared_cpu.py --rounds {args.rounds} --seconds {args.seconds:g}",
         machine(),
         versions("torch"),
         f"ms a step of a model of 418,272 parameters, {args.batch} × 128 tokens, by `Learner`, "
