@@ -100,18 +100,19 @@ def test_errors_are_one_line_and_leave_no_files(tmp_path, tokenizer, arguments, 
 def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     source, out = tmp_path / "a.txt", tmp_path / "out"
     with open(source, "w") as file:
-        for i in range(12):
+        for i in range(6):
             file.write(f"part {i} " + "and so it went on and on, " * 300_000)
     command = [*COMMAND, source, "--tokenizer", tokenizer, "--out", out, "--workers", "2"]
-    process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
     journal = out / ".prepare" / "journal.jsonl"
-    for _ in range(6000):
-        if journal.exists() and journal.stat().st_size:
-            break
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (journal.exists() and journal.stat().st_size):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert stderr == "stopped; the same command goes on from here\n"
     assert os.listdir(out) == [".prepare"]

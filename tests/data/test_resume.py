@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -376,3 +377,36 @@ def test_a_worker_that_dies_is_reported_and_finished_parts_are_kept(tmp_path, mo
     made = prepare([source], real_tokenizer(), out, separator=EOT, workers=1)
     assert made.resumed_parts >= 1
     assert json.loads((out / "train.json").read_text())["documents"] + made.val.documents == 600
+
+
+def test_ctrl_c_finds_no_lock_held_and_leaves_no_worker(tmp_path, monkeypatch):
+    # A lock of the main thread's, taken when Ctrl-C arrives, would make it wait for its threads
+    # for ever: so there are none. The interrupt comes from a trace, at a moment of our choosing.
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
+    source = tmp_path / "a.txt"
+    source.write_text(EOT.join(f"Story {i}: {'and so on, ' * 90} the end." for i in range(40)))
+    before = set(threading.enumerate())
+    seen, raised = [], threading.Event()
+
+    def trace(frame, event, _):
+        if raised.is_set() or not frame.f_code.co_filename.endswith("data/workers.py"):
+            return None
+        seen.append(event)
+        if len(seen) == at:
+            assert set(threading.enumerate()) == before
+            raised.set()
+            raise KeyboardInterrupt
+        return trace
+
+    for at in (60, 150, 400):
+        seen.clear()
+        raised.clear()
+        outer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                prepare([source], real_tokenizer(), tmp_path / f"{at}", separator=EOT, workers=2)
+        finally:
+            sys.settrace(outer)
+        cmdlines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(os.getpid())]
+        assert not [line for line in cmdlines if b"scratchlm.data.worker" in line]

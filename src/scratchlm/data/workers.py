@@ -1,7 +1,9 @@
 """Encode parts in parallel and yield the results in order.
 
-Each thread of a small pool drives one worker process (`worker.py`) through its pipes. Only a few
-parts are in flight at a time, so neither memory nor the work folder grows with the input.
+Worker processes (`worker.py`) get parts through their stdin and answer on their stdout; this
+process alone sends, waits and reads. There is no thread and so no lock here: Ctrl-C may arrive
+between any two lines and finds nothing that could be left held. Only a few parts are in flight at
+a time, so neither memory nor the work folder grows with the input.
 """
 
 from __future__ import annotations
@@ -9,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from scratchlm.data.encoding import Counts, EncodeOptions, Tokenizer, encode_part
 from scratchlm.data.parts import Part
@@ -43,30 +43,25 @@ def encode_parts(
     workers: int,
 ) -> Iterator[tuple[Part, Path, Counts]]:
     """Yield (part, path of its ids, counts) in the order of `parts`, whatever the workers."""
+    paths = [folder / f"part-{os.getpid()}-{number}" for number in range(len(parts))]
     workers = min(workers, len(parts))
     if workers <= 1 or not _can_be_loaded(tokenizer, saved_tokenizer):
-        for number, part in enumerate(parts):
-            path = folder / f"part-{os.getpid()}-{number}"
+        for part, path in zip(parts, paths, strict=True):
             yield part, path, encode_part(part, tokenizer, options, path)
         return
-    pool = _Pool(saved_tokenizer, options, workers)
-    try:
-        with ThreadPoolExecutor(workers, "scratchlm-prepare") as threads:
-            waiting: deque[tuple[Part, Path, Future[Counts]]] = deque()
-            try:
-                for number, part in enumerate(parts):
-                    path = folder / f"part-{os.getpid()}-{number}"
-                    waiting.append((part, path, threads.submit(pool.encode, part, path)))
-                    if len(waiting) >= 2 * workers:
-                        yield _result(waiting)
-                while waiting:
-                    yield _result(waiting)
-            finally:  # before the threads are joined: they wait for these processes
-                for _, _, future in waiting:
-                    future.cancel()
-                pool.close()
-    finally:
-        pool.close()
+    with _started(saved_tokenizer, options, workers) as pool:
+        sent = 0
+        answers: dict[int, bytes] = {}
+        for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
+            while True:
+                # Two parts a worker: the next begins while the caller stores the last.
+                while sent < min(number + 2 * workers, len(parts)) and (free := _least_busy(pool)):
+                    free.send(sent, {"part": asdict(parts[sent]), "path": str(paths[sent])})
+                    sent += 1
+                if number in answers:
+                    break
+                answers.update(_next_answers(pool))
+            yield part, path, _counts(answers.pop(number))
 
 
 def _can_be_loaded(tokenizer: Tokenizer, saved: Path) -> bool:
@@ -79,72 +74,87 @@ def _can_be_loaded(tokenizer: Tokenizer, saved: Path) -> bool:
         return False
 
 
-def _result(waiting: deque[tuple[Part, Path, Future[Counts]]]) -> tuple[Part, Path, Counts]:
-    part, path, future = waiting.popleft()
-    return part, path, future.result()
+class _Worker:
+    """A worker process and the numbers of the parts it has been given."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "scratchlm.data.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # what select calls unread is all that is unread
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes to the parent only
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.given: deque[int] = deque()
+        self.alive = True
+
+    def send(self, number: int | None, message: object) -> None:
+        if number is not None:
+            self.given.append(number)
+        with contextlib.suppress(BrokenPipeError):  # it died: reading its answer reports it
+            self.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[int, bytes]:
+        """Return the next part's answer; from one that died, its status for every part it has."""
+        if line := self.stdout.readline():
+            return {self.given.popleft(): line}
+        self.alive = False
+        status = json.dumps({"died": self.process.wait()}).encode()
+        return dict.fromkeys(self.given, status)
 
 
-class _Pool:
-    def __init__(self, tokenizer: Path, options: EncodeOptions, workers: int) -> None:
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        setup = json.dumps({"tokenizer": str(tokenizer.absolute()), "options": asdict(options)})
-        self.processes: list[subprocess.Popen[str]] = []
-        self.free: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+@contextlib.contextmanager
+def _started(tokenizer: Path, options: EncodeOptions, workers: int) -> Iterator[list[_Worker]]:
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    setup = {"tokenizer": str(tokenizer.absolute()), "options": asdict(options)}
+    pool: list[_Worker] = []
+    try:
         for _ in range(workers):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "scratchlm.data.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C goes to the parent only
-            )
-            self.processes.append(process)
-            self.free.put(process)
-            _send(process, setup)
-
-    def encode(self, part: Part, path: Path) -> Counts:
-        process = self.free.get()
-        try:
-            _send(process, json.dumps({"part": asdict(part), "path": str(path)}))
-            assert process.stdout is not None
-            line = process.stdout.readline()
-        finally:  # a dead one too: no thread may wait for it forever
-            self.free.put(process)
-        if not line:
-            status = process.wait()
-            raise WorkerDiedError(
-                f"a worker process ended with status {status}"
-                + (" (killed: out of memory?)" if status == -9 else "")
-                + "; run the same command again to continue"
-            )
-        answer = json.loads(line)
-        if "errno" in answer:
-            raise OSError(answer["errno"], answer["error"], answer["file"])
-        if "error" in answer:
-            raise ScratchLMError(answer["error"])
-        return Counts(**answer["counts"])
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None and not pipe.closed:
-                    _close(pipe)
-        self.processes = []
+            pool.append(_Worker({**os.environ, "PYTHONPATH": path}))
+            pool[-1].send(None, setup)
+        yield pool
+    finally:
+        for worker in pool:
+            worker.process.kill()
+        for worker in pool:
+            worker.process.wait()
+            worker.stdin.close()
+            worker.stdout.close()
 
 
-def _send(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died: reading its answer reports it
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+def _least_busy(pool: list[_Worker]) -> _Worker | None:
+    """Return the worker with the fewest parts, if one may be given another."""
+    free = [worker for worker in pool if worker.alive and len(worker.given) < 2]
+    return min(free, key=lambda worker: len(worker.given), default=None)
 
 
-def _close(pipe: IO[str]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        pipe.close()
+def _next_answers(pool: list[_Worker]) -> dict[int, bytes]:
+    """Wait until a worker answers or ends; return what it says of which parts."""
+    waiting = {worker.stdout.fileno(): worker for worker in pool if worker.alive and worker.given}
+    poll = select.poll()  # select.select takes no descriptor above 1,023
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    answers: dict[int, bytes] = {}
+    for descriptor, _ in poll.poll():
+        answers.update(waiting[descriptor].receive())
+    return answers
+
+
+def _counts(line: bytes) -> Counts:
+    answer = json.loads(line)
+    if "died" in answer:
+        raise WorkerDiedError(
+            f"a worker process ended with status {answer['died']}"
+            + (" (killed: out of memory?)" if answer["died"] == -9 else "")
+            + "; run the same command again to continue"
+        )
+    if "errno" in answer:
+        raise OSError(answer["errno"], answer["error"], answer["file"])
+    if "error" in answer:
+        raise ScratchLMError(answer["error"])
+    return Counts(**answer["counts"])
