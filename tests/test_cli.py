@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from scratchlm.cli import main
 from scratchlm.cli.errors import is_for_the_user, one_line
+from scratchlm.cli.interrupts import interrupts_outside_locks
 from scratchlm.config import PRESETS
 from scratchlm.errors import ScratchLMError
 
@@ -259,3 +263,27 @@ def test_an_old_name_of_a_preset_still_works_with_a_line(scratchlm):
     done = scratchlm_process("config", "openai-gpt2")
     assert done.stderr == "warning: the preset openai-gpt2 is now called gpt2\n"
     assert done.stdout == scratchlm("config", "gpt2").stdout
+
+
+def interrupt_soon():
+    time.sleep(0.0003)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def test_ctrl_c_never_leaves_a_lock_held():
+    # with Python's own handler a third of these do
+    condition, interrupted = threading.Condition(), 0
+    with interrupts_outside_locks():
+        for _ in range(30):
+            sender = threading.Thread(target=interrupt_soon)
+            try:
+                sender.start()
+                while True:
+                    with condition:
+                        pass
+            except KeyboardInterrupt:
+                interrupted += 1
+            sender.join()
+            assert not condition._is_owned()
+    assert interrupted == 30
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

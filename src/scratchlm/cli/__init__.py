@@ -34,6 +34,7 @@ from scratchlm.cli import (
 )
 from scratchlm.cli.errors import fit_terminal, fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
+from scratchlm.cli.interrupts import interrupts_outside_locks
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
 from scratchlm.parallel.launch import launched_rank
 
@@ -100,7 +101,8 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         open_standard_streams()
-        status = app(prog_name="scratchlm", standalone_mode=False)
+        with interrupts_outside_locks():
+            status = app(prog_name="scratchlm", standalone_mode=False)
         sys.stdout.flush()
     except _UsageError as error:
         _explain(error)
