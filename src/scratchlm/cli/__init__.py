@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -138,6 +139,8 @@ def _explain(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return
+    if near := getattr(error, "possibilities", None):  # click's own take anything for near
+        error.possibilities = get_close_matches(error.option_name, near, 1, 0.75)
     command = error.ctx.command_path if error.ctx else "scratchlm"
     message = f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help"
     say(fit_terminal(message), err=True)

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
+from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json
 
 _UNITS = {"": 1, "b": 1}
@@ -30,6 +31,8 @@ def find_model(name: str) -> ModelConfig:
         from scratchlm.interop import read_gguf  # needs torch
 
         return read_gguf(path).config
+    if len(path.parts) > 1:
+        raise ScratchLMError(f"{name}: no such run, checkpoint, config or model directory")
     return preset(name)
 
 

@@ -17,6 +17,7 @@ from scratchlm.cli.terminal import say, visible, write_output
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
+    from scratchlm.config import ModelConfig
     from scratchlm.inference import Loaded, Piece, Sampling
     from scratchlm.model import TransformerLM
 
@@ -217,6 +218,8 @@ def next_(
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(model, checkpoint, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
+    if attention is not None:
+        _check_head(attention, loaded.config)
     found = next_tokens(loaded.model, text, tokenizer=tokenizer, best=best, temperature=temperature)
     table = Table("token", box=None, pad_edge=False, header_style="dim")
     table.add_column("id", justify="right", style="dim")
@@ -238,14 +241,7 @@ def next_(
         _show_attention(console, loaded, text, attention)
 
 
-def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None:
-    """Print how much the last token attends to each token of the prompt."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from scratchlm.inspect import attention_weights
-
-    tokenizer, config = loaded.need_tokenizer(), loaded.config
+def _check_head(where: str, config: ModelConfig) -> None:
     layer, _, head = where.partition(".")
     numbers = [word for word in (layer, head) if word]
     inside = all(word.isdecimal() for word in numbers) and layer and where[-1] != "."
@@ -254,6 +250,17 @@ def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None
             f"--attention must be LAYER.HEAD, from 0.0 to {config.num_layers - 1}."
             f"{config.num_heads - 1}, or LAYER; got {where!r}"
         )
+
+
+def _show_attention(console: Any, loaded: Loaded, text: str, where: str) -> None:
+    """Print how much the last token attends to each token of the prompt."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from scratchlm.inspect import attention_weights
+
+    layer, _, head = where.partition(".")
+    tokenizer = loaded.need_tokenizer()
     ids = tokenizer.encode(text)
     weights = attention_weights(loaded.model, ids)[int(layer)]  # (heads, query, key)
     row = (weights[int(head)] if head else weights.mean(0))[-1].tolist()

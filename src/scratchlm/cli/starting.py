@@ -88,6 +88,11 @@ def _find(path: Path) -> tuple[Path, ModelConfig]:
     return found, checkpoint.read_config(found)
 
 
+def start_folder(path: Path) -> Path:
+    """Return the folder of the weights a run starts from: of a run, its best checkpoint."""
+    return _find(path)[0]
+
+
 def fine_tuning_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainConfig:
     """Choose settings as for random weights, with a tenth of the rate and three epochs at most."""
     chosen = choose_settings(model, tokens, machine)

@@ -118,6 +118,14 @@ def train(
 
     words = data or []
     changes = [word for word in words if word.startswith(SECTIONS) and "=" in word]
+    for word in words:
+        if "=" in word and word not in changes and not Path(word).exists():
+            raise ValueError(
+                f"{word}: no such file; a change to the config begins with "
+                f"{', '.join(SECTIONS[:-1])} or {SECTIONS[-1]}, as in train.lr=1e-3"
+            )
+    if steps is not None and any(word.startswith("train.steps=") for word in changes):
+        raise ValueError("give the steps as --steps or as train.steps, not as both")
     overrides = parse_overrides([*changes, *(set_ or [])])
     if steps is not None:
         overrides.setdefault("train", {})["steps"] = steps
@@ -181,7 +189,7 @@ def _train(
     tensorboard: bool,
     ranks: Ranks | None,
 ) -> int:
-    from scratchlm.cli.training_checks import check_place
+    from scratchlm.cli.training_checks import check_place, leaving_nothing
     from scratchlm.cli.training_console import TensorBoard
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.ops import OPS
@@ -200,23 +208,39 @@ def _train(
         given = args.overrides if begun else config_tables(args)
         check_overrides(given.get("train", {}), where.type, ranks)
         machine = look_at_machine(where)
-        return machine, (continue_plan if begun else make_plan)(args, machine, say_progress)
+        plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
+        _name_unused(args.overrides.get("train", {}), plan.train, ranks)
+        return machine, plan
 
-    machine, plan = plan_for_all(args.out, make, ranks)
-    sample, bytes_per_id = _text_tools(plan, prompt)
-    return carry_out(
-        "train",
-        args.out,
-        plan,
-        machine,
-        resume=resume,
-        device=where,
-        ops=ops,
-        sample=sample,
-        bytes_per_id=bytes_per_id,
-        tensorboard=tensorboard and (ranks is None or ranks.is_first),
-        ranks=ranks,
-    )
+    is_first = ranks is None or ranks.is_first
+    with leaving_nothing(args.out) if is_first else contextlib.nullcontext():
+        machine, plan = plan_for_all(args.out, make, ranks)
+        sample, bytes_per_id = _text_tools(plan, prompt)
+        return carry_out(
+            "train",
+            args.out,
+            plan,
+            machine,
+            resume=resume,
+            device=where,
+            ops=ops,
+            sample=sample,
+            bytes_per_id=bytes_per_id,
+            tensorboard=tensorboard and is_first,
+            ranks=ranks,
+        )
+
+
+def _name_unused(typed: dict[str, Any], settings: TrainConfig, ranks: Ranks | None) -> None:
+    """Name the settings that were typed and have no effect beside the others."""
+    uses = {
+        "momentum": (settings.optimizer == "muon", "train.optimizer=muon"),
+        "decay_steps": (settings.schedule == "wsd", "train.schedule=wsd"),
+        "backend": (ranks is not None, "several ranks"),
+    }
+    for name, (has_effect, needs) in uses.items():
+        if typed.get(name) is not None and not has_effect:
+            say_progress(f"warning: train.{name} has no effect without {needs}")
 
 
 def plan_for_all(
@@ -368,6 +392,7 @@ def look_at_machine(device: torch.device) -> Machine:
 
 def _announce(plan: Plan, learner: Any, step: int) -> None:
     from scratchlm.accounting import count_parameters
+    from scratchlm.cli.starting import start_folder
     from scratchlm.ops import native
     from scratchlm.ops.attention import TOKENS_FROM
     from scratchlm.ops.fast import has_fast_attention
@@ -381,7 +406,7 @@ def _announce(plan: Plan, learner: Any, step: int) -> None:
     say_progress(
         f"training: {settings.steps:,} steps of {settings.tokens_per_step(model):,} tokens, "
         f"{epochs(plan):.3g} epochs, on {_where(learner)}, {settings.precision}"
-        + (f"; starting from {plan.start}" if plan.start and not step else "")
+        + (f"; starting from {start_folder(plan.start)}" if plan.start and not step else "")
         + (f"; going on from step {step:,}" if step else "")
     )
     on_cpu = learner.device.type == "cpu" and settings.precision == "fp32"

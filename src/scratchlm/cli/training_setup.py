@@ -66,25 +66,32 @@ def make_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     def model_of(tokens: int, vocab_size: int) -> ModelConfig:
         return _model(args, table, tokens, vocab_size, machine)
 
+    def settings_of(model: ModelConfig, tokens: int) -> TrainConfig:
+        chosen = choose_settings(model, tokens, machine).to_dict()
+        settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
+        settings.row_tokens(model)
+        return settings
+
     # What costs nothing to find comes before hours of reading.
     TrainConfig.check(tables.get("train", {}))
+    check_tasks(tables.get("train", {}).get("tasks"))
     if args.start is not None:
         check_start(args, table)
         started = start_model(args.start, table)
         args = replace(args, tokenizer=str(started.source))
     else:
-        check_model(model_of, args.vocab_size)
+        check_model(model_of, args.vocab_size, settings_of)
     check_data(args, tables.get("data", {}), is_text(args))
     files = find_data(args, tables.get("data", {}), machine, say)
     info = read_sidecar(files.train)
     if args.start is None:
         model = model_of(info.count, info.vocab_size)
-        chosen = choose_settings(model, info.count, machine).to_dict()
+        settings = settings_of(model, info.count)
     else:
         model, files = started.config, replace(files, tokenizer=started.tokenizer_file(files))
         started.check_tokens(info)
         chosen = fine_tuning_settings(model, info.count, machine).to_dict()
-    settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
+        settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
     if "batch_size" in tables.get("train", {}) and "micro_batch_size" not in tables["train"]:
         whole = TrainConfig.from_dict({**settings.to_dict(), "micro_batch_size": None})
         settings = fit_in_memory(model, whole, machine)
@@ -100,8 +107,7 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     if args.start is not None and args.start.absolute() != plan.start:
         began = f"from {plan.start}" if plan.start else "with random weights"
         raise ValueError(f"{args.out} was begun {began}, not from {args.start}")
-    if args.data:
-        say(f"going on with the run's own data, {plan.data.train.parent}")
+    _check_same_data(args, plan, say)
     table = tables.get("model", {})
     if args.preset or args.params or args.ablation or table:
         if args.preset or args.params or "num_layers" in table:
@@ -125,6 +131,44 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     return replace(
         plan, train=settings, changed=frozenset({**dict(plan.changed), **lasting}.items())
     )
+
+
+def _check_same_data(args: TrainArgs, plan: Plan, say: Say) -> None:
+    """Refuse data options that contradict those a run was begun with; name those not looked at."""
+    from scratchlm.data import tokenizer_fingerprint
+
+    info = read_sidecar(plan.data.train)
+    if args.tokenizer not in (None, "bpe", "char"):
+        assert args.tokenizer is not None
+        asked = tokenizer_fingerprint(args.tokenizer)
+        if asked != info.tokenizer:
+            raise ScratchLMError(
+                f"{args.out} was begun with another tokenizer than {args.tokenizer}: "
+                f"fingerprint {info.tokenizer[:16]}, not {asked[:16]}"
+            )
+    if args.vocab_size is not None and args.vocab_size < info.vocab_size:
+        raise ValueError(
+            f"{args.out} was begun with a vocabulary of {info.vocab_size:,}; it cannot become "
+            f"{args.vocab_size:,} now"
+        )
+    if args.val is not None and token_paths(args.val)[0].absolute() != plan.data.val:
+        raise ValueError(f"{args.out} is validated on {plan.data.val}; it cannot change now")
+    options = {
+        "--val-fraction": args.val_fraction,
+        "--separator": args.separator,
+        "--field": args.text_field,
+    }
+    unused = [name for name, value in options.items() if value is not None]
+    if args.data:
+        rest = f"; {', '.join(unused)} belong to its beginning" if unused else ""
+        say(f"going on with the run's own data, {plan.data.train.parent}{rest}")
+
+
+def check_tasks(tasks: Any) -> None:
+    """Refuse tasks whose files are not there."""
+    for name in tasks.split(",") if isinstance(tasks, str) else ():
+        if not Path(name).is_file():
+            raise ScratchLMError(f"train.tasks: {name}: no such file")
 
 
 def config_tables(args: TrainArgs) -> dict[str, Any]:
@@ -182,6 +226,8 @@ def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
     """Change fields of a model; sizes that follow from others follow, parts are merged."""
     whole, changes = to_dict(model), {}
     for name, value in table.items():
+        if isinstance(value, str) and isinstance(whole.get(name), dict):  # a part by its kind
+            value = getattr(from_dict({**whole, name: {"type": value}}), name)
         if isinstance(value, dict):
             value = getattr(from_dict(merge(whole, {name: value})), name)
         changes[name] = value
