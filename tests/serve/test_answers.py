@@ -549,6 +549,8 @@ BODIES = {
     "deep": b'{"messages": [{"role": "user", "content": ' + b"[" * 30 + b"]" * 30 + b"}]}",
     "very deep": b"[" * 200_000,
     "bytes": b"\xff\xfe\x00",
+    "a lone surrogate as bytes": b'{"prompt": "a", "user": "\xed\xa0\x80"}',
+    "UTF-16": '{"prompt": "a", "user": "\\ud800"}'.encode("utf-16"),
     "a name twice among many": many_names(100_000),
     "a long number": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "an empty body": b"",

@@ -193,9 +193,10 @@ def read_fields(body: Any, table: Table) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, max_depth: int) -> Any:
-    """Parse a body; refuse names given twice, NaN, ∞ and deep nesting."""
+    """Parse a body in UTF-8; refuse names given twice, NaN, ∞ and deep nesting."""
     try:
-        value = json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
+        text = data.decode("utf-8-sig")  # `json` would let UTF-16 in, and surrogates as bytes
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError:
         raise Refusal(400, f"the body must not nest deeper than {max_depth}") from None
     except ValueError as error:
