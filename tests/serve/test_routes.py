@@ -42,6 +42,11 @@ def test_a_chat_becomes_tokens(server):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
         ("/detokenize", {"tokens": [259]}, "tokens"),
         ("/detokenize", {}, "tokens"),
         ("/v1/embeddings", {"input": []}, "input"),

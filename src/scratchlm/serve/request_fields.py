@@ -103,7 +103,7 @@ def _tokenize(settings: ServeSettings) -> dict[str, f.Field]:
         "model": f.text(256),
         "prompt": f.text(LONGEST_TEXT),
         "messages": _messages(settings.max_messages),
-        "add_special_tokens": f.boolean(True),
+        "add_special_tokens": f.boolean(None),  # true for a prompt
         "add_generation_prompt": f.boolean(True),
         "return_token_strs": f.boolean(),
     }

@@ -41,11 +41,13 @@ def encoded(service: Service, values: dict[str, Any]) -> dict[str, Any]:
     if (prompt is None) == (messages is None):
         raise bad_field("prompt", "one of prompt and messages must be there")
     if messages is not None:
+        if values["add_special_tokens"]:
+            raise bad_field("add_special_tokens", "has no effect on messages")
         ids = service.chat.encode(messages, add_generation_prompt=values["add_generation_prompt"])
     elif not values["add_generation_prompt"]:
         raise bad_field("add_generation_prompt", "needs messages")
     else:
-        ids = _encode(service, prompt, values["add_special_tokens"])
+        ids = _encode(service, prompt, values["add_special_tokens"] is not False)
     found: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.loaded.config.context_length,
