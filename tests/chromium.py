@@ -3,12 +3,11 @@
 import base64
 import json
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
 MISSING = "Chromium and chromedriver are not installed"
+PATIENCE = 600  # seconds for what must come; only so that a test ends
 IS_THERE = bool(CHROMIUM and CHROMEDRIVER)
 
 _ARGUMENTS = [
@@ -36,17 +36,14 @@ class Chromium:
 
     def __init__(self) -> None:
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
         self.driver = subprocess.Popen(
-            [CHROMEDRIVER, f"--port={port}"],
-            stdout=subprocess.DEVNULL,
+            [CHROMEDRIVER, "--port=0"],
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
             start_new_session=True,  # so that what it started can be ended with it
         )
-        self._wait_until_ready()
+        self.url = f"http://127.0.0.1:{self._port()}"
         options = {
             "binary": CHROMIUM,
             "args": [*_ARGUMENTS, f"--user-data-dir={self.profile.name}"],
@@ -54,6 +51,7 @@ class Chromium:
         wanted = {
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL"},
+            "timeouts": {"script": 1000 * PATIENCE, "pageLoad": 1000 * PATIENCE},
         }
         answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self.session = f"/session/{answer['sessionId']}"
@@ -66,23 +64,21 @@ class Chromium:
             self._call("DELETE", self.session)
         finally:
             os.killpg(self.driver.pid, signal.SIGKILL)
-            self.driver.wait(timeout=10)
+            self.driver.communicate()
             self.profile.cleanup()
 
-    def _wait_until_ready(self) -> None:
-        for _ in range(200):
-            try:
-                if self._call("GET", "/status")["ready"]:
-                    return
-            except urllib.error.URLError:
-                time.sleep(0.05)
-        raise RuntimeError("chromedriver does not answer")
+    def _port(self) -> int:
+        """Read where chromedriver listens, which it says once it does."""
+        for line in self.driver.stdout:
+            if found := re.search(r"started successfully on port (\d+)", line):
+                return int(found[1])
+        raise RuntimeError("chromedriver does not start")
 
     def _call(self, method: str, path: str, body: object = None):
         data = None if method == "GET" else json.dumps(body or {}).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             with error:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from serve.test_abuse import abort_once, ask_nonsense, disconnecting_streams, nothing_is_left
-from serve.tiny_server import memory, tiny_engine, tiny_server
+from serve.tiny_server import PATIENCE, memory, tiny_engine, tiny_server
 from test_architecture import SRC
 
 SECONDS = 600
@@ -37,7 +37,7 @@ def abuse(server, seconds, seed):
         except BaseException as error:
             errors.append(error)
 
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         rng = [random.Random(seed), random.Random(seed + 1)]
         acts = {
             "nonsense": lambda: ask_nonsense(server, client, rng[0]),

@@ -13,7 +13,7 @@ from scratchlm import TransformerLM
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.inference import Loaded, load_model
 from scratchlm.serve.run import Running
-from serve.tiny_server import tiny_engine, tiny_server
+from serve.tiny_server import PATIENCE, tiny_engine, tiny_server
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
 MARKS = ("<|im_start|>", "<|im_end|>")
@@ -64,9 +64,9 @@ class Page:
     def run(self, script: str, *arguments):
         return self.browser.run(script, *arguments)
 
-    def wait(self, condition: str, seconds: float = 60.0) -> None:
-        """Wait for something that must come; the limit is only so that a test ends."""
-        end = time.monotonic() + seconds
+    def wait(self, condition: str) -> None:
+        """Wait for something that must come."""
+        end = time.monotonic() + PATIENCE
         while not self.run(f"return Boolean({condition})"):
             assert time.monotonic() < end, (condition, self.problem(), self.browser.complaints())
             time.sleep(0.01)

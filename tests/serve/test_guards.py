@@ -5,13 +5,15 @@ import base64
 import contextlib
 import hmac
 import socket
-import time
+from dataclasses import replace
 from unittest import mock
 
+import h11
 import pytest
 
 from scratchlm.errors import ScratchLMError
 from scratchlm.serve import ServeSettings
+from scratchlm.serve.server import Connection
 from serve.tiny_server import (
     ask,
     connect,
@@ -33,6 +35,19 @@ def server():
 def open_server():
     with tiny_server() as running:
         yield running
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Those that a server has taken, in their order."""
+    taken, made = [], Connection.connection_made
+
+    def note(connection, transport):
+        made(connection, transport)
+        taken.append(connection)
+
+    monkeypatch.setattr(Connection, "connection_made", note)
+    return taken
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -192,13 +207,11 @@ def test_a_body_that_was_refused_is_not_read_to_its_end(monkeypatch):
     with tiny_server(keep_alive_seconds=1) as server, connect(server) as client:
         client.sendall(raw_request("/v1/completions").replace(b"th: 0", b"th: 1073741824"))
 
-        def keep_sending():
-            for _ in range(400):
-                client.sendall(b"x" * 1000)
-                time.sleep(0.02)
+        def send_more():
+            client.sendall(b"x" * 1000)
 
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            keep_sending()
+            wait_until(send_more)  # which says nothing, until the connection is gone
 
 
 def test_headers_that_do_not_end_are_cut_off():
@@ -212,13 +225,16 @@ def test_a_connection_that_says_nothing_is_cut_off():
         assert read_all(client) == b""
 
 
-def test_a_second_request_has_a_deadline_for_its_headers_too():
-    with tiny_server(header_seconds=0.2) as server, connect(server) as client:
+def test_a_second_request_has_a_deadline_for_its_headers_too(connections):
+    with tiny_server() as server, connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
-        time.sleep(0.1)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            client.sendall(b"lth")
-        assert read_all(client).count(b"200 OK") == 1
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        [connection] = connections
+        wait_until(lambda: connection.conn.their_state is h11.IDLE)  # the first is over
+        client.sendall(b"lth")
+        wait_until(lambda: connection._sending_since is not None)
+        connection.settings = replace(connection.settings, header_seconds=0.0)
+        assert b"HTTP/1.1" not in read_all(client)
 
 
 def test_a_body_that_does_not_end_is_refused():
@@ -234,9 +250,10 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_pages_are_free():
         body = b'{"prompt": "x", "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 20, '
         body += b'"logprobs": 20}'
         client.sendall(raw_request("/v1/completions", body))
-        wait_until(lambda: server.service.thread.num_open > 0)
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
         wait_until(lambda: server.service.thread.num_open == 0)
         wait_until(lambda: not _tasks(server))
+        assert b"[DONE]" not in read_all(client)
         client.close()
 
 
@@ -260,12 +277,12 @@ def test_long_headers_that_come_at_once_are_refused_too(open_server):
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 431")
 
 
-def test_where_there_are_too_many_connections_the_slowest_gives_way():
+def test_where_there_are_too_many_connections_the_slowest_gives_way(connections):
     with tiny_server(max_connections=5) as server:
         slow = [connect(server) for _ in range(5)]
         for client in slow:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
-        time.sleep(0.05)
+        wait_until(lambda: len(connections) == 5)
         assert ask(server, "/health").status == 200
         assert read_all(slow[0]) == b""
         for client in slow:

@@ -17,6 +17,11 @@ from scratchlm.inference import Engine, Loaded
 from scratchlm.serve import ServeSettings
 from scratchlm.serve.run import serving
 
+PATIENCE = 600.0  # seconds for what must come; only so that a test ends
+# A busy machine is no slow client: a deadline is short only where a test is about it.
+LIMITS = {
+    f"{name}_seconds": PATIENCE for name in ("header", "body", "write", "keep_alive", "drain")
+}
 CHATML = ("<|im_start|>", "<|im_end|>")
 NAME = "tiny"
 
@@ -40,15 +45,16 @@ def tiny_server(loaded=None, engine=None, **settings):
     """Serve it; at the end nothing is left in the pool."""
     loaded = loaded or tiny_loaded()
     engine = engine or tiny_engine(loaded)
-    with serving(loaded, ServeSettings(port=0, **settings), engine=engine) as server:
+    settings = ServeSettings(**{"port": 0, **LIMITS, **settings})
+    with serving(loaded, settings, engine=engine) as server:
         yield server
         wait_until(lambda: engine.pool.num_held == 0 and server.service.thread.num_open == 0)
     assert not engine._handles
 
 
-def wait_until(true, seconds=60.0):
-    """Wait for something that must come; the limit is only so that a test ends."""
-    end = time.monotonic() + seconds
+def wait_until(true):
+    """Wait for something that must come."""
+    end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.002)
@@ -88,7 +94,7 @@ def ask(server, path, body=None, headers=None, method=None):
     headers = {"Content-Type": "application/json", **(headers or {})}
     request = urllib.request.Request(server.url + path, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return Answer(response.status, response.read(), dict(response.headers))
     except urllib.error.HTTPError as error:
         with error:
@@ -108,7 +114,7 @@ def connect(server, receive_buffer=None):
     """Open a connection by hand."""
     parts = urlsplit(server.url)
     client = socket.socket()
-    client.settimeout(60)
+    client.settimeout(PATIENCE)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.connect((parts.hostname, parts.port))
