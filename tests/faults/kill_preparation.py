@@ -2,9 +2,10 @@
 
     python tests/faults/kill_preparation.py DIRECTORY KILLS SEED
 
-Each life is a forked child that prepares the same text into the same folder; this process sends it
-SIGKILL after a random time. When a life comes to its end, the token files must equal those of an
-undisturbed run, byte for byte. The last line printed is a JSON summary.
+Each life is a forked child that prepares the same text into the same folder. Every other one is
+sent SIGKILL after a random time, the rest at a flush or a rename that is drawn. When a life comes
+to its end, the token files must equal those of an undisturbed run, byte for byte. The last line
+printed is a JSON summary.
 """
 
 import json
@@ -15,16 +16,19 @@ import sys
 import time
 from pathlib import Path
 
+from dying import die_at
+
 from scratchlm.data import TokenFile, prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import CharTokenizer
 
 
-def life(sources: Path, out: Path, tokenizer: CharTokenizer) -> int:
+def life(sources: Path, out: Path, tokenizer: CharTokenizer, dies_at: int = 0) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
+        die_at(dies_at, "fsync", "replace")
         prepare([sources], tokenizer, out, workers=1, val_fraction=0.2)
         os._exit(0)
     except BaseException as error:
@@ -71,15 +75,24 @@ def main(directory: Path, wanted: int, seed: int) -> None:
     whole = time.monotonic() - began
     truth, kills, in_work, runs = files(directory / "quiet"), 0, 0, 0
     while kills < wanted:
-        out = directory / f"out{runs}"
+        out, lives = directory / f"out{runs}", 0
         while True:
-            pid = life(sources, out, tokenizer)
-            code = ended_within(pid, chance.uniform(0, 0.7) * whole if kills < wanted else 1e9)
-            if code is not None:
-                assert code == 0, f"a life ended with {code}"
+            patience, dies_at = 1e9, 0
+            if kills < wanted and lives % 2:
+                patience = chance.uniform(0, 0.7) * whole
+            elif kills < wanted:
+                dies_at = chance.randrange(1, 12)
+            pid = life(sources, out, tokenizer, dies_at)
+            code = ended_within(pid, patience)
+            lives += 1
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            elif code == 0:
                 break
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            else:
+                assert dies_at, f"a life ended with {code}"
+                assert code == -signal.SIGKILL, f"a life ended with {code}"
             kills += 1
             in_work += (out / ".prepare").exists()
             for name in ("train", "val"):  # a finished file is whole; an unfinished one says so

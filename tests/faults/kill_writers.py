@@ -2,14 +2,13 @@
 
     LD_PRELOAD=failing_calls.so python tests/faults/kill_writers.py DIRECTORY KILLS SEED [COMMAND …]
 
-Each life is a forked child that quantises, exports, imports or merges in one small world; this
-process sends it SIGKILL after a random time, or (every second round) right after the first trace of
-what it writes. What stands in its place then is what an undisturbed command makes, or nothing; the
-next life of the same command succeeds, makes the same, and removes what the killed one left beside.
-The last line printed is a JSON summary.
+Each life is a forked child that quantises, exports, imports or merges in one small world; it gets
+SIGKILL after a random time, or (every second round) at one of its first flushes and renames. What
+stands in its place then is what an undisturbed command makes, or nothing; the next life of the same
+command succeeds, makes the same, and removes what the killed one left beside. The last line printed
+is a JSON summary.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from dying import die_at
 from failing_calls import COMMANDS, content, make_world, warm
 
 from scratchlm.cli import main
@@ -26,10 +26,11 @@ from scratchlm.cli import main
 ALL = ("quantize", "export", "export gguf", "import", "merge", "export --adapter")
 
 
-def life(folder: Path, command: list[str]) -> int:
+def life(folder: Path, command: list[str], dies_at: int = 0) -> int:
     pid = os.fork()
     if pid:
         return pid
+    die_at(dies_at, "fsync", "rename", "replace")
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(folder.parent / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -69,16 +70,12 @@ def main_(directory: Path, wanted: int, seed: int, names: list[str]) -> None:
         here = directory / f"killed{kills}"
         shutil.copytree(world, here)
         before = set(os.listdir(here))
-        pid = life(here, COMMANDS[name])
-        if kills // len(names) % 2:
-            while set(os.listdir(here)) == before and not os.waitpid(pid, os.WNOHANG)[0]:
-                pass
-            time.sleep(chance.uniform(0, 0.002))
-        else:
+        dies_at = chance.randrange(1, 4) if kills // len(names) % 2 else 0
+        pid = life(here, COMMANDS[name], dies_at)
+        if not dies_at:
             time.sleep(chance.uniform(0, 1) * whole[name])
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have ended
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            os.kill(pid, signal.SIGKILL)  # it may have ended
+        os.waitpid(pid, 0)
         kills += 1
         left = {name for name in set(os.listdir(here)) - before if name.startswith(".")}
         beside += bool(left)

@@ -4,10 +4,11 @@
 
 KIND is training, or one of fine-tuning: lora, qlora, full, dpo, head.
 
-Each life of a run is a forked child (torch is imported once) that resumes and trains; this process
-sends it SIGKILL after a random time, then checks every checkpoint on disk. When a run has reached
-its end, its log and its last checkpoint must equal those of an uninterrupted run. Runs follow
-each other until there have been enough kills. The last line printed is a JSON summary.
+Each life of a run is a forked child (torch is imported once) that resumes and trains. Every other
+one is sent SIGKILL after a random time, the rest at a flush or a rename that is drawn; then every
+checkpoint on disk is checked. When a run has reached its end, its log and its last checkpoint must
+equal those of an uninterrupted run. Runs follow each other until there have been enough kills. The
+last line printed is a JSON summary.
 """
 
 import json
@@ -18,12 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from faults.dying import die_at
 from scratchlm.checkpoint import find_checkpoints, verify_checkpoint
 from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
@@ -79,12 +82,13 @@ def own(plan: Plan, run: Path) -> Plan:
     return replace(plan, data=files)
 
 
-def life(run: Path, train: Train) -> int:
+def life(run: Path, train: Train, die: Callable[[], None] = lambda: None) -> int:
     """Fork a child that resumes the run and trains to its end; return its process id."""
     pid = os.fork()
     if pid:
         return pid
     try:
+        die()
         train(run)
         os._exit(0)
     except BaseException as error:
@@ -93,7 +97,7 @@ def life(run: Path, train: Train) -> int:
 
 
 def ended_within(pid: int, seconds: float) -> int | None:
-    """Wait for a child; return its exit code, or None where time ran out."""
+    """Wait for a child; return how it ended (a code, or −signal), or None where time ran out."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -121,16 +125,24 @@ def main(directory: Path, kills_wanted: int, seed: int, kind: str = "training") 
     while kills < kills_wanted:
         run, lives = directory / f"run{runs}", 0
         while True:
-            pid = life(run, train)
             # A tenth of a whole run or so: each life gets somewhere, none far.
-            patience = chance.uniform(0, 0.2) * whole if kills < kills_wanted else 1e9
+            patience, die = 1e9, None
+            if kills < kills_wanted and lives % 2:
+                patience = chance.uniform(0, 0.2) * whole
+            elif kills < kills_wanted:
+                call, most = chance.choice((("rename", 7), ("fsync", 40)))
+                die = partial(die_at, chance.randrange(1, most), call)
+            pid = life(run, train, die or (lambda: None))
             code = ended_within(pid, patience)
             lives += 1
-            if code is not None:
-                assert code == 0, f"life {lives} of {run} ended with {code}"
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            elif code == 0:
                 break
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            else:
+                assert die, f"life {lives} of {run} ended with {code}"
+                assert code == -signal.SIGKILL, f"life {lives} of {run} ended with {code}"
             kills += 1
             in_a_write += any((run / "checkpoints").glob(".*-*"))
             log = run / "metrics.jsonl"
