@@ -1,6 +1,7 @@
 """Fine-tuning data: what is learnt, what is refused, and how examples share rows."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -21,8 +22,9 @@ from scratchlm.data.examples import (
     write_examples,
 )
 from scratchlm.errors import ScratchLMError
+from scratchlm.tokenizer.chat_encoding import encode_chat
 from scratchlm.tokenizer.chat_template import ChatTemplate
-from tokenizer.chat_templates import CALLED, CHATML, LLAMA3, MARKED, SAID, TOOLS
+from tokenizer.chat_templates import CALLED, CHATML, LLAMA3, MARKED, MISTRAL, SAID, TOOLS
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -79,8 +81,6 @@ def test_the_prompt_of_an_answer_is_what_the_model_is_asked_with():
     encode = encoder({"default": CHATML})
     (example,) = encode.chat(CHAT[:3])
     prompt = example.ids[: example.learns.index(True)]
-    from scratchlm.tokenizer.chat_encoding import encode_chat
-
     assert prompt == encode_chat(encode.template, CHAT[:2], encode.tokenizer)
 
 
@@ -92,6 +92,39 @@ def test_a_template_that_rewrites_the_past_gives_one_example_for_each_answer():
         ["Now.<|im_end|>"],
     ]
     assert "hm" not in encode.tokenizer.decode(examples[1].ids)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_of_a_chat_that_begins_with_an_answer_the_answer_alone_is_learnt(template, tools):
+    encode = encoder({"default": template}, (*MARKERS, *HEADERS))
+    end = "<|im_end|>" if template is CHATML else "<|eot_id|>"
+    greeting = {"role": "assistant", "content": "Welcome."}
+    (example,) = encode.chat([greeting], tools)
+    assert learnt(encode, example) == [f"Welcome.{end}"]
+    (example,) = encode.chat([greeting, *CHAT[1:3]], tools)
+    assert learnt(encode, example) == [f"Welcome.{end}", f"Hello.{end}"]
+
+
+def test_an_answer_is_learnt_after_the_prompt_it_is_asked_with():
+    # Mistral's template writes the system's words before the last question alone, if that is last.
+    template = ChatTemplate({"default": MISTRAL}, {"bos_token": "<s>", "eos_token": "</s>"})
+    encode = replace(encoder(None, ("</s>", "<s>")), template=template)
+    for turn, example in zip((2, 4), encode.chat(CHAT), strict=True):
+        at = example.learns.index(True)
+        assert example.ids[:at] == encode_chat(template, CHAT[:turn], encode.tokenizer)
+        assert "Be brief." in encode.tokenizer.decode(example.ids[:at])
+        assert learnt(encode, example) == [f" {CHAT[turn]['content']}</s>"]
+
+
+def test_a_prompt_that_no_answer_follows_is_refused():
+    # As of DeepSeek-R1: what was thought is left out later, and the prompt begins a thought.
+    opened = CHATML.replace(
+        "'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"
+    )
+    assert opened != CHATML
+    with pytest.raises(ValueError, match="does not write an answer after its generation prompt"):
+        encoder({"default": opened}).chat(CHAT)
 
 
 def test_tools_reach_the_template_and_their_answers_are_not_learnt():
@@ -151,7 +184,10 @@ def test_preferences_share_their_prompt():
         ('{"prompt": "x", "completion": 3}', "completion must be text"),
         ('{"text": "\\ud800"}', "half a surrogate"),
         (json.dumps({"text": "x" * 99}), "101 tokens do not fit in rows of 64"),
-        ('{"prompt": "x", "chosen": "a", "rejected": "b"}', "no chosen and rejected"),
+        ('{"prompt": "x", "chosen": "a", "rejected": "b"}', "are for --preference dpo"),
+        (json.dumps({"messages": CHAT, "tools": "[]"}), "tools must be a list of objects"),
+        (json.dumps({"messages": CHAT, "tools": ["weather"]}), "tools must be a list of objects"),
+        ('{"text": ""}', "text must not be empty"),
     ],
 )
 def test_a_wrong_record_is_named_by_its_line(line, message, tmp_path):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from os.path import commonprefix
 from typing import Any
 
 from scratchlm.data.records import check_messages, check_text, form_of, read_records
@@ -19,6 +21,7 @@ from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.tokenizer.characters import CharTokenizer
 from scratchlm.tokenizer.chat_encoding import encode_rendered, guard
 from scratchlm.tokenizer.chat_template import ChatTemplate
+from scratchlm.untrusted import shown
 
 AnyTokenizer = Tokenizer | CharTokenizer
 Span = tuple[int, int]
@@ -77,6 +80,13 @@ class Encoder:
 
         With `preference` two for each record, the chosen and the rejected one.
         """
+        for examples in self.records(path, longest, preference):
+            yield from examples
+
+    def records(
+        self, path: str | os.PathLike[str], longest: int, preference: bool = False
+    ) -> Iterator[list[Example]]:
+        """Yield the examples of each record of a file."""
         for place, record in read_records(path):
             try:
                 examples = self.encode(record, preference)
@@ -84,21 +94,24 @@ class Encoder:
                     _check_example(example, longest)
             except (ValueError, TypeError, ScratchLMError) as error:
                 raise ScratchLMError(f"{place}: {error}") from None
-            yield from examples
+            yield examples
 
     def encode(self, record: Mapping[str, Any], preference: bool = False) -> list[Example]:
         """Encode one record."""
         form = form_of(record)
-        if preference != (form == "preference"):
-            wanted = "chosen and rejected" if preference else "no chosen and rejected"
-            raise ValueError(f"a record with {wanted} was expected; got {', '.join(record)}")
+        if preference and form != "preference":
+            raise ValueError("a record with chosen and rejected was expected; it has neither")
+        if form == "preference" and not preference:
+            raise ValueError("chosen and rejected are for --preference dpo, which was not given")
         if form == "chat":
-            return self.chat(check_messages(record["messages"]), record.get("tools"))
+            return self.chat(check_messages(record["messages"]), _tools(record))
         if form == "preference":
             return [self._preferred(record, "chosen"), self._preferred(record, "rejected")]
         if form == "pair":
             return [self.pair(check_text(record, "prompt"), check_text(record, "completion"))]
-        return [self.pair("", check_text(record, "text"))]
+        if not (text := check_text(record, "text")):
+            raise ValueError("text must not be empty")
+        return [self.pair("", text)]
 
     def pair(self, prompt: str, completion: str) -> Example:
         """Encode a prompt and what is to follow it, up to the end of the text."""
@@ -123,7 +136,8 @@ class Encoder:
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{which} must end with the assistant's answer")
         guarded, mark = guard(messages, self.tokenizer)
-        return self._last_answer(guarded, mark, {"tools": record.get("tools")})
+        text, span = self._answer_span(guarded, mark, {"tools": _tools(record)})
+        return self._cut(text, [span], mark)
 
     # Chats
 
@@ -141,30 +155,25 @@ class Encoder:
         whole = self.template.render_marked(guarded, **variables)
         if whole.spans:
             return [self._cut(whole.text, whole.spans, mark)]
-        spans = [self._answer_span(guarded[: turn + 1], variables) for turn in turns]
+        spans = [self._answer_span(guarded[: turn + 1], mark, variables) for turn in turns]
         if all(whole.text.startswith(text) for text, _ in spans):
             return [self._cut(whole.text, [span for _, span in spans], mark)]
         return [self._cut(text, [span], mark) for text, span in spans]
 
-    def _last_answer(
-        self, messages: Sequence[Mapping[str, Any]], mark: str, variables: Mapping[str, Any]
-    ) -> Example:
-        text, span = self._answer_span(messages, variables)
-        return self._cut(text, [span], mark)
-
     def _answer_span(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], mark: str, variables: Mapping[str, Any]
     ) -> tuple[str, Span]:
         """Render up to an answer; return the text and where the answer lies in it."""
-        text = self.template.render(messages, **variables)
-        prompt = ""
-        if len(messages) > 1:
-            prompt = self.template.render(messages[:-1], add_generation_prompt=True, **variables)
-        if not text.startswith(prompt):
-            raise ValueError(
-                "the chat template does not write an answer after its generation prompt; "
-                "{% generation %} blocks in it would say what is learnt"
-            )
+        before, render = messages[:-1], partial(self.template.render, **variables)
+        text = render(messages)
+        prompt = render(before, add_generation_prompt=True) if before else None
+        if prompt is None or not text.startswith(prompt):
+            # An answer begins where another one would, too.
+            header = commonprefix((text, render([*before, {**messages[-1], "content": mark}])))
+            if prompt is None:
+                prompt = header
+            else:
+                text = _asked_and_said(prompt, render(before), header, text)
         end = len(text.rstrip())  # what follows the token that ends an answer is not the model's
         specials = [token for token in self.tokenizer.special_tokens if text[:end].endswith(token)]
         return text, (len(prompt), end if specials and end > len(prompt) else len(text))
@@ -178,6 +187,28 @@ class Encoder:
             ids += part
             learns += [index % 2 == 1] * len(part)
         return Example(ids, learns)
+
+
+def _asked_and_said(prompt: str, before: str, header: str, text: str) -> str:
+    """Return a prompt and its answer, where a template writes the prompt otherwise later.
+
+    Mistral's leaves the system's words out once an answer follows; the model is asked with them.
+    """
+    if not prompt.endswith(header[len(header.rstrip()) :]):
+        header = header.rstrip()  # the space before an answer is the answer's
+    if header == text or not header.endswith(prompt.removeprefix(before) or prompt[-1]):
+        raise ValueError(
+            "the chat template does not write an answer after its generation prompt; "
+            "{% generation %} blocks in it would say what is learnt"
+        )
+    return prompt + text.removeprefix(header)
+
+
+def _tools(record: Mapping[str, Any]) -> Any:
+    tools = record.get("tools")
+    if not isinstance(tools, list | None) or not all(isinstance(one, dict) for one in tools or ()):
+        raise ValueError(f"tools must be a list of objects; got {shown(tools)}")
+    return tools
 
 
 def _check_example(example: Example, longest: int) -> None:
