@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from os.path import commonprefix
 from typing import Any
 
 from scratchlm.data.records import check_messages, check_text, form_of, read_records
@@ -46,6 +44,10 @@ _MARKERS = {
     _CHATML: ("<|im_start|>", "<|im_end|>"),
     _LLAMA3: ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
+_NO_ANSWER = (
+    "the chat template does not write an answer after its generation prompt; "
+    "{% generation %} blocks in it would say what is learnt"
+)
 
 
 def default_template(tokenizer: AnyTokenizer, eos_id: int) -> ChatTemplate:
@@ -164,12 +166,18 @@ class Encoder:
         self, messages: Sequence[Mapping[str, Any]], mark: str, variables: Mapping[str, Any]
     ) -> tuple[str, Span]:
         """Render up to an answer; return the text and where the answer lies in it."""
-        before, render = messages[:-1], partial(self.template.render, **variables)
-        text = render(messages)
-        prompt = render(before, add_generation_prompt=True) if before else None
+
+        def render(said: Sequence[Mapping[str, Any]], asks: bool = False) -> str:
+            return self.template.render(said, add_generation_prompt=asks, **variables)
+
+        before, text = messages[:-1], render(messages)
+        prompt = render(before, asks=True) if before else None
         if prompt is None or not text.startswith(prompt):
             # An answer begins where another one would, too.
-            header = commonprefix((text, render([*before, {**messages[-1], "content": mark}])))
+            other = render([*before, {**messages[-1], "content": mark}])
+            header, found, _ = other.rpartition(mark)
+            if not found or not text.startswith(header):
+                raise ValueError(_NO_ANSWER)
             if prompt is None:
                 prompt = header
             else:
@@ -196,11 +204,8 @@ def _asked_and_said(prompt: str, before: str, header: str, text: str) -> str:
     """
     if not prompt.endswith(header[len(header.rstrip()) :]):
         header = header.rstrip()  # the space before an answer is the answer's
-    if header == text or not header.endswith(prompt.removeprefix(before) or prompt[-1]):
-        raise ValueError(
-            "the chat template does not write an answer after its generation prompt; "
-            "{% generation %} blocks in it would say what is learnt"
-        )
+    if not header.endswith(prompt.removeprefix(before) or prompt[-1]):
+        raise ValueError(_NO_ANSWER)
     return prompt + text.removeprefix(header)
 
 
