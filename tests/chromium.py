@@ -12,10 +12,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from waiting import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
 MISSING = "Chromium and chromedriver are not installed"
-PATIENCE = 600  # seconds for what must come; only so that a test ends
 IS_THERE = bool(CHROMIUM and CHROMEDRIVER)
 
 _ARGUMENTS = [
@@ -51,7 +52,7 @@ class Chromium:
         wanted = {
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL"},
-            "timeouts": {"script": 1000 * PATIENCE, "pageLoad": 1000 * PATIENCE},
+            "timeouts": {"script": int(1000 * PATIENCE), "pageLoad": int(1000 * PATIENCE)},
         }
         answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self.session = f"/session/{answer['sessionId']}"

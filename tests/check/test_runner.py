@@ -1,22 +1,46 @@
 """A file runs apart: whatever it does is one plain line, and the rest goes on."""
 
 import os
-import time
+import select
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scratchlm.check import TASKS, check_file, find_task
+from scratchlm.check import TASKS, check_file, find_task, runner
 from scratchlm.check.outcomes import pack, unpack
 from scratchlm.errors import ScratchLMError
+from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture
-def check(tmp_path):
+def check(tmp_path, monkeypatch):
+    """Check a source. Its time runs only once it calls `hangs()`: a busy machine takes longer."""
+    note = tmp_path / "hangs"
+
+    def select_patiently(pipes, _, __, limit):
+        ready = []
+
+        def came():
+            ready.extend(select.select(pipes, [], [], 0.01)[0])
+            return ready or note.exists()
+
+        wait_until(came)
+        if not ready:
+            note.unlink()
+            ready, _, _ = select.select(pipes, [], [], limit)
+        return ready, [], []
+
+    monkeypatch.setattr(runner, "select", SimpleNamespace(select=select_patiently))
+    begin = (
+        f"import torch, os, sys, time; from pathlib import Path; hangs = Path({str(note)!r}).touch"
+    )
+
     def run(source, *names, **options):
         path = tmp_path / "my_ops.py"
-        path.write_text("import torch, os, sys, time\n" + source, encoding="utf-8")
+        path.write_text(f"{begin}\n{source}", encoding="utf-8")
         return check_file(path, [find_task(name) for name in names], **options)
 
     return run
@@ -29,8 +53,8 @@ AFTER = "def run_softmax(x, dim):\n    return torch.softmax(x, dim)\n"
 @pytest.mark.parametrize(
     ("does", "line"),
     [
-        ("while True: pass", "does not return within 0.5 s"),
-        ("time.sleep(60)", "does not return within 0.5 s"),
+        ("hangs()\n    while True: pass", "does not return within 0.5 s"),
+        ("hangs(); time.sleep(9999)", "does not return within 0.5 s"),
         ("sys.exit(0)", "calls exit()"),
         ("os._exit(7)", "ends the process (exit status 7)"),
         ("os.kill(os.getpid(), 11)", "ends the process (SIGSEGV)"),
@@ -70,11 +94,11 @@ def test_what_a_file_changes_stays_in_its_process(check):
 
 
 def test_processes_that_a_file_starts_end_with_it(check, tmp_path):
-    note = tmp_path / "alive"
-    does = f"os.system('(sleep 2; touch {note}) &')\n    while True: pass"
+    note = tmp_path / "started"
+    does = f"os.system('sleep 9999 & echo $! > {note}'); hangs()\n    while True: pass"
     check(SILU.format(does), "silu", limit=0.5)
-    time.sleep(2.5)
-    assert not note.exists()
+    state = Path(f"/proc/{int(note.read_text())}/stat")
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] in "ZX")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +108,7 @@ def test_processes_that_a_file_starts_end_with_it(check, tmp_path):
         ("import no_such_module", "does not load: ModuleNotFoundError: No module named"),
         ("1 / 0", "does not load: ZeroDivisionError: division by zero (line 2)"),
         ("sys.exit(3)", "does not load: SystemExit: 3 (line 2)"),
-        ("while True: pass", "does not load: it does not return within 0.5 s"),
+        ("hangs()\nwhile True: pass", "does not load: it does not return within 0.5 s"),
     ],
 )
 def test_a_file_that_does_not_load_is_one_line(check, source, line):
@@ -153,6 +177,6 @@ def test_outcomes_go_through_json_bit_for_bit():
 def test_nothing_is_left_behind(check):
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
-        check(SILU.format("while True: pass"), "silu", limit=0.3)
+        check(SILU.format("hangs()\n    while True: pass"), "silu", limit=0.3)
     after = len(os.listdir("/proc/self/fd")) if before else 0
     assert after <= before + 1

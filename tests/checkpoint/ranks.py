@@ -17,10 +17,10 @@ class Exchange:
     def gather(self, key, value):
         try:
             self.board[self.rank] = key, json.dumps(value)  # JSON and nothing else
-            self.barrier.wait(timeout=20)
+            self.barrier.wait(timeout=600)
             assert {told for told, _ in self.board} == {key}  # every rank asks for the same
             values = [json.loads(text) for _, text in self.board]
-            self.barrier.wait(timeout=20)  # nobody writes before all have read
+            self.barrier.wait(timeout=600)  # nobody writes before all have read
         except threading.BrokenBarrierError:
             raise ScratchLMError("a rank did not answer") from None
         return values

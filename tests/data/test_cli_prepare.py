@@ -17,7 +17,7 @@ COMMAND = [sys.executable, "-c", "from scratchlm.cli import main; main()", "prep
 
 def run(*arguments, **options):
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options
     )
 
 
@@ -110,7 +110,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
                 assert process.poll() is None
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=60)
+            _, stderr = process.communicate()
         finally:
             process.kill()
     assert process.returncode == 130

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.standin import EOT, WordTokenizer
-from scratchlm.data import TokenFile, parts, prepare, reading
+from scratchlm.data import TokenFile, parts, plan, prepare, reading
 from scratchlm.data.split import side_of
 from scratchlm.errors import ScratchLMError
+from waiting import PATIENCE
 
 
 def ids_of(path):
@@ -387,19 +389,24 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("bad.txt", "good.txt"), ("good.txt", "bad.txt")])
-def test_one_bad_source_does_not_wait_for_a_large_good_one(tmp_path, names):
-    with open(tmp_path / "good.txt", "w") as file:
-        for _ in range(64):
-            file.write("good words. " * 90_000)
+def test_one_bad_source_does_not_wait_for_a_large_good_one(tmp_path, names, monkeypatch):
+    (tmp_path / "good.txt").write_text("good words. " * 200_000)  # more than is read at once
     (tmp_path / "bad.txt").write_bytes(b"\xff")
-    seen = []
+    check_source, stopping, seen = plan.check_source, threading.Event(), []
 
-    def slow(progress):
-        seen.append(progress)
-        time.sleep(0.03)  # 64 times: the good file alone would take two seconds
+    def check(source, marker, advance):
+        def slow(count):  # the good file is read on once the bad one has been seen
+            assert stopping.wait(PATIENCE)
+            advance(count)
 
+        return check_source(source, marker, slow if source.name.endswith("good.txt") else advance)
+
+    monkeypatch.setattr(plan, "check_source", check)
+    events = SimpleNamespace(Event=lambda: stopping, Lock=threading.Lock)
+    monkeypatch.setattr(plan, "threading", events)
+    sources = [tmp_path / name for name in names]
     with pytest.raises(ScratchLMError, match="byte 0 is not UTF-8"):
-        prepare([tmp_path / n for n in names], WordTokenizer(), tmp_path / "out", progress=slow)
+        prepare(sources, WordTokenizer(), tmp_path / "out", progress=seen.append)
     assert not seen or seen[-1].done < seen[-1].total
     assert not (tmp_path / "out").exists()
 

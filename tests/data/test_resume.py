@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from data.standin import EOT, WordTokenizer
 from scratchlm.data import TokenFile, parts, prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import Tokenizer
+from waiting import wait_until
 
 TESTS = Path(__file__).parents[1]
 PART = 4000
@@ -26,15 +26,22 @@ import sys
 from data.standin import WordTokenizer
 from scratchlm.data import parts, prepare
 parts.PART_BYTES = {PART}
-source, out, delay = sys.argv[1], sys.argv[2], float(sys.argv[3])
-made = prepare([source], WordTokenizer(delay=delay), out, workers=1, separator="{EOT}")
+source, out, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tokenizer = WordTokenizer()
+def wait_then(progress):
+    global left
+    left -= progress.stage == "encode"
+    if left == 0 and progress.stage == "encode":
+        tokenizer.delay = 1e6  # in the next part, for a signal
+made = prepare([source], tokenizer, out, workers=1, separator="{EOT}", progress=wait_then)
 print(made.resumed_parts, made.parts)
 """
 
 
-def start(source, out, delay=0.0):
+def start(source, out, waits_after=0):
+    """Prepare in a process that may stand still after some parts."""
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(source), str(out), str(delay)],
+        [sys.executable, "-c", RUN, str(source), str(out), str(waits_after)],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         stdout=subprocess.PIPE,
         text=True,
@@ -42,7 +49,7 @@ def start(source, out, delay=0.0):
 
 
 def finish(process):
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate()
     assert process.returncode == 0
     return [int(word) for word in out.split()]
 
@@ -59,12 +66,11 @@ def journal_lines(out):
 
 
 def wait_for(condition, process):
-    for _ in range(3000):
-        if condition():
-            return
+    def came():
         assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    raise AssertionError("it never came so far")
+        return condition()
+
+    wait_until(came)
 
 
 @pytest.fixture
@@ -90,7 +96,7 @@ def looks_finished(out):
 def test_killed_three_times_it_ends_in_the_same_bytes(source, whole, tmp_path):
     out, seen = tmp_path / "out", 0
     for _ in range(3):
-        process = start(source, out, delay=0.002)
+        process = start(source, out, waits_after=5)
         wait_for(lambda enough=seen + 5: journal_lines(out) >= enough, process)
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -176,7 +182,7 @@ def test_leftover_files_in_the_work_folder_are_ignored(source, whole, tmp_path):
 
 def test_ctrl_c_leaves_nothing_that_looks_finished_and_goes_on(source, whole, tmp_path):
     out = tmp_path / "out"
-    process = start(source, out, delay=0.002)
+    process = start(source, out, waits_after=5)
     wait_for(lambda: journal_lines(out) >= 5, process)
     process.send_signal(signal.SIGINT)
     assert process.wait() != 0
@@ -324,10 +330,16 @@ def is_running(pid):
 
 
 PARALLEL = f"""
-import sys
+import sys, time
 from scratchlm.data import parts, prepare
 parts.PART_BYTES = {PART}
-made = prepare([sys.argv[1]], sys.argv[2], sys.argv[3], separator="{EOT}", workers=2)
+source, tokenizer, out, left = *sys.argv[1:4], int(sys.argv[4])
+def wait_then(progress):
+    global left
+    left -= progress.stage == "encode"
+    if left == 0 and progress.stage == "encode":
+        time.sleep(1e6)  # for a signal
+made = prepare([source], tokenizer, out, separator="{EOT}", workers=2, progress=wait_then)
 print(made.resumed_parts, made.parts)
 """
 
@@ -339,22 +351,19 @@ def test_killed_with_workers_nothing_stays_running_and_it_ends_in_the_same_bytes
     real_tokenizer().save(tmp_path / "t")
     command = [sys.executable, "-c", PARALLEL, str(source), str(tmp_path / "t")]
 
-    def run(folder):
-        return subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True)
+    def run(folder, waits_after=0):
+        words = [*command, str(folder), str(waits_after)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
     finish(run(tmp_path / "whole"))
-    process = run(out)
+    process = run(out, waits_after=20)
     wait_for(lambda: journal_lines(out) >= 20, process)
     workers = children_of(process.pid)
     assert len(workers) == 2
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    for _ in range(500):
-        if not any(map(is_running, workers)):
-            break
-        time.sleep(0.01)
-    assert not any(map(is_running, workers))
+    wait_until(lambda: not any(map(is_running, workers)))
     resumed, count = finish(run(out))
     assert 20 <= resumed < count
     assert bytes_of(out) == bytes_of(tmp_path / "whole")

@@ -163,14 +163,15 @@ def test_loading_while_a_trainer_replaces_its_only_checkpoint_always_succeeds(tm
             assert process.poll() is None
             time.sleep(0.01)
         warnings, seen = [], set()
-        for _ in range(60):
+        loads = 0
+        while loads < 60 or len(seen) <= 3:  # it is replaced all the while, however slowly
+            assert process.poll() is None
             seen.add(load_model(tmp_path, warn=warnings.append).source.name)
-        assert process.poll() is None
+            loads += 1
     finally:
         process.kill()
         process.wait()
     assert warnings == []
-    assert len(seen) > 3  # it was replaced all the while
 
 
 def test_a_checkpoint_that_vanished_is_not_called_damaged(tmp_path, weights):
@@ -203,16 +204,15 @@ def fresh(monkeypatch, tmp_path):
 
 def test_a_compiler_that_hangs_is_waited_for_once_and_not_in_silence(fresh, tmp_path, caplog):
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nsleep 600 & sleep 600\n")  # with a child that holds its pipes
+    # With a child that holds its pipes.
+    compiler.write_text("#!/bin/sh\nsleep 9999999 & sleep 9999999\n")
     compiler.chmod(0o700)
     fresh.setenv("CXX", str(compiler))
     fresh.setattr(native, "TIME_LIMIT", 1.0)
     fresh.setattr(native, "NOTICE_AFTER", 0.2)
-    begun = time.monotonic()
-    assert native.library() is None
+    assert native.library() is None  # so it was not waited for to its end
     assert "did not end within" in native.why_not()
     assert "waiting for" in caplog.text
-    assert time.monotonic() - begun < 30
     native._loaded.cache_clear()
     fresh.setattr(native, "_run", lambda *command: pytest.fail("asked again"))
     assert native.library() is None

@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from serve.test_abuse import abort_once, ask_nonsense, disconnecting_streams, nothing_is_left
-from serve.tiny_server import PATIENCE, memory, tiny_engine, tiny_server
+from serve.tiny_server import memory, tiny_engine, tiny_server
 from test_architecture import SRC
+from waiting import PATIENCE
 
 SECONDS = 600
 FLAT = 20  # MB that a process may grow after the first fifth of that

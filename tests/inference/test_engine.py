@@ -507,7 +507,7 @@ def test_run_until_serves_what_comes_until_it_is_told_to_stop():
             assert [said(p) for p in handle] == alone(model(), [i], max_new_tokens=4, seed=i)[0]
     finally:
         stop.set()
-    thread.join(timeout=10)
+    thread.join(timeout=600)
     assert not thread.is_alive()
 
 

@@ -163,7 +163,6 @@ def test_the_installed_command_prints_errors_to_stderr_and_exits_2(tmp_path):
         [sys.executable, "-c", code, "generate", str(tmp_path), "-p", "x"],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 2
     assert done.stdout == ""

@@ -10,7 +10,7 @@ WHEELS = ("cyllama", "xllamacpp")
 CHILD = Path(__file__).with_name("llama_cpp_child.py")
 
 
-def ask(wheel, jobs, seconds=300):
+def ask(wheel, jobs, seconds=1800):
     """Give jobs to a wheel, in one process; return its answers."""
     lines = "".join(json.dumps(job) + "\n" for job in jobs)
     done = subprocess.run(

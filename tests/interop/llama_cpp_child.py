@@ -74,7 +74,7 @@ class Xllamacpp:
             json.dumps(data).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.loads(answer.read())
 
     def tokenize(self, text, special):

@@ -13,7 +13,8 @@ from scratchlm import TransformerLM
 from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.inference import Loaded, load_model
 from scratchlm.serve.run import Running
-from serve.tiny_server import PATIENCE, tiny_engine, tiny_server
+from serve.tiny_server import tiny_engine, tiny_server
+from waiting import PATIENCE
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
 MARKS = ("<|im_start|>", "<|im_end|>")

@@ -18,16 +18,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from serve.tiny_server import (
-    PATIENCE,
-    ask,
-    connect,
-    raw_request,
-    tiny_engine,
-    tiny_loaded,
-    tiny_server,
-    wait_until,
-)
+from serve.tiny_server import ask, connect, raw_request, tiny_engine, tiny_loaded, tiny_server
+from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import torch
 from inference.tiny import END, byte_tokenizer, tiny_model
 from scratchlm.evaluation.running import Evaluator
 from scratchlm.inference import GREEDY, Loaded, generate, likelihoods
-from serve.tiny_server import NAME, tiny_engine, tiny_loaded, tiny_server, wait_until
+from serve.tiny_server import NAME, tiny_engine, tiny_loaded, tiny_server
+from waiting import wait_until
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
 

@@ -14,15 +14,8 @@ import pytest
 from scratchlm.errors import ScratchLMError
 from scratchlm.serve import ServeSettings
 from scratchlm.serve.server import Connection
-from serve.tiny_server import (
-    ask,
-    connect,
-    memory,
-    raw_request,
-    read_all,
-    tiny_server,
-    wait_until,
-)
+from serve.tiny_server import ask, connect, memory, raw_request, read_all, tiny_server
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")

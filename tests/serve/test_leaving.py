@@ -24,7 +24,6 @@ from scratchlm.serve.engine_thread import EngineThread
 from scratchlm.serve.fields import parse_json
 from scratchlm.serve.server import listen
 from serve.tiny_server import (
-    PATIENCE,
     ask,
     connect,
     raw_request,
@@ -32,8 +31,8 @@ from serve.tiny_server import (
     tiny_engine,
     tiny_loaded,
     tiny_server,
-    wait_until,
 )
+from waiting import PATIENCE, wait_until
 
 LONG = {"prompt": "x" * 40, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 

@@ -10,7 +10,8 @@ import torch
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.config import Rotary
 from scratchlm.inference import Loaded
-from serve.tiny_server import ask, tiny_engine, tiny_loaded, tiny_server, wait_until
+from serve.tiny_server import ask, tiny_engine, tiny_loaded, tiny_server
+from waiting import wait_until
 
 SHARED = list(range(7, 7 + 100))  # six pages of a prompt that others begin with too
 ASKED = {

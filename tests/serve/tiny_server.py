@@ -4,7 +4,6 @@ import contextlib
 import json
 import resource
 import socket
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from inference.tiny import END, byte_tokenizer, tiny_model
 from scratchlm.inference import Engine, Loaded
 from scratchlm.serve import ServeSettings
 from scratchlm.serve.run import serving
+from waiting import PATIENCE, wait_until
 
-PATIENCE = 600.0  # seconds for what must come; only so that a test ends
 # A busy machine is no slow client: a deadline is short only where a test is about it.
 LIMITS = {
     f"{name}_seconds": PATIENCE for name in ("header", "body", "write", "keep_alive", "drain")
@@ -50,14 +49,6 @@ def tiny_server(loaded=None, engine=None, **settings):
         yield server
         wait_until(lambda: engine.pool.num_held == 0 and server.service.thread.num_open == 0)
     assert not engine._handles
-
-
-def wait_until(true):
-    """Wait for something that must come."""
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.002)
 
 
 def memory():

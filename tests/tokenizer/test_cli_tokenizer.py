@@ -138,7 +138,7 @@ def test_interrupted_training_leaves_nothing(tmp_path):
     running.stdin.write(PROSE.encode() * 1000)
     running.stdin.flush()
     running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
+    _, stderr = running.communicate()
     assert running.returncode == 130
     assert b"Traceback" not in stderr
     assert not out.exists()

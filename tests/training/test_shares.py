@@ -57,7 +57,7 @@ def test_the_same_steps_give_the_same_bits():
 
 
 def test_each_share_has_a_thread_of_its_own_with_one_torch_thread():
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=600)
     shares, batch = Shares(3), some_batch()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
