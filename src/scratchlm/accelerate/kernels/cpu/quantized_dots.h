@@ -137,25 +137,35 @@ struct Tile16 {
         }
     }
 
-    template <int PASS, class Weights>
+    // COUNT groups that share bytes, cell by cell, so that bytes are loaded once.
+    template <int PASS, int COUNT, class Weights>
     inline __attribute__((always_inline)) void pass(const Weights& w, long first, int i,
-                                                    Sums* to) const {
+                                                    Sums (*to)[R]) const {
         constexpr int CELLS = 8 / PASSES[FORMAT], FIRST = CELLS * PASS;
         long g = first + i;
-        Parts parts[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            parts[r] = begin<OFFSET[FORMAT], CELLS / 4>(sums[r] + 4 * g + FIRST / 2);
-#pragma GCC unroll 8
-        for (int c = FIRST; c < FIRST + CELLS; ++c) {
-            Bytes four = in_register(w.cell(first, i, c));
+        Parts parts[COUNT][R];
+#pragma GCC unroll 4
+        for (int j = 0; j < COUNT; ++j)
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                parts[r] = add_four(parts[r], four, q[r] + 32 * g + 4 * c);
-        }
-        Factors by = HAS_WHOLE_SCALES[FORMAT] ? w.by(g, PASS) : factors(1);
+                parts[j][r] =
+                    begin<OFFSET[FORMAT], CELLS / 4>(sums[r] + 4 * (g + j) + FIRST / 2);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) to[r] = PASS == 0 ? parts[r] * by : to[r] + parts[r] * by;
+        for (int c = FIRST; c < FIRST + CELLS; ++c)
+#pragma GCC unroll 4
+            for (int j = 0; j < COUNT; ++j) {
+                Bytes four = in_register(w.cell(first, i + j, c));
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    parts[j][r] = add_four(parts[j][r], four, q[r] + 32 * (g + j) + 4 * c);
+            }
+#pragma GCC unroll 4
+        for (int j = 0; j < COUNT; ++j) {
+            Factors by = HAS_WHOLE_SCALES[FORMAT] ? w.by(g + j, PASS) : factors(1);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                to[j][r] = PASS == 0 ? parts[j][r] * by : to[j][r] + parts[j][r] * by;
+        }
     }
 
     template <class Weights>
@@ -181,26 +191,29 @@ struct Tile16 {
             total[r] = SUPER ? all16(0.0f) : floats_at(to + r * stride);
             least[r] = all16(0.0f);
         }
+        constexpr int COUNT = R * Weights::TOGETHER <= MOST_PARTS ? Weights::TOGETHER : 1;
         for (long first = 0; first < groups; first += Weights::TOGETHER)
 #pragma GCC unroll 4
-            for (int i = 0; i < Weights::TOGETHER; ++i) {
-                long g = first + i;
-                Sums found[R];
+            for (int i = 0; i < Weights::TOGETHER; i += COUNT) {
+                Sums found[COUNT][R];
                 if constexpr (FORMAT == Q8_0) {
-                    signed_bytes(w, g, found);
+                    signed_bytes(w, first, found[0]);
                 } else {
-                    pass<0>(w, first, i, found);
-                    if constexpr (PASSES[FORMAT] == 2) pass<1>(w, first, i, found);
+                    pass<0, COUNT>(w, first, i, found);
+                    if constexpr (PASSES[FORMAT] == 2) pass<1, COUNT>(w, first, i, found);
                 }
+#pragma GCC unroll 4
+                for (int j = 0; j < COUNT; ++j)
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    Floats y = to_floats(found[r]);
-                    if (SUPER)
-                        total[r] = fma16(y, all16(scale[r][g]), total[r]);
-                    else
-                        total[r] = fma16(y * scale[r][g], w.d(g), total[r]);
-                    if (FORMAT == Q4_K) least[r] = fma16(w.t(g), all16(scaled[r][g]), least[r]);
-                }
+                    for (int r = 0; r < R; ++r) {
+                        long g = first + i + j;
+                        Floats y = to_floats(found[j][r]);
+                        if (SUPER)
+                            total[r] = fma16(y, all16(scale[r][g]), total[r]);
+                        else
+                            total[r] = fma16(y * scale[r][g], w.d(g), total[r]);
+                        if (FORMAT == Q4_K) least[r] = fma16(w.t(g), all16(scaled[r][g]), least[r]);
+                    }
             }
         for (int r = 0; r < R; ++r) {
             float* at = to + r * stride;

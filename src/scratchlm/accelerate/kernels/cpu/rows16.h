@@ -44,6 +44,8 @@ inline Number number_at(const void* from) {
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512VNNI__)
 
+constexpr int MOST_PARTS = 4;  // that fit into registers beside what they are made of
+
 struct Bytes {
     __m256i a, b;  // of rows 0 … 7 and 8 … 15
 };
@@ -150,6 +152,8 @@ inline Floats halves_at(const uint8_t* from) {  // 16 numbers of float16
 }
 
 #else
+
+constexpr int MOST_PARTS = 16;
 
 typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
 typedef uint8_t AnyBytes __attribute__((vector_size(64), aligned(1), may_alias));
