@@ -17,7 +17,9 @@ from interop.hf_models import load_with_transformers
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import find_checkpoints, read_tensors, verify_checkpoint, write_checkpoint
 from scratchlm.cli import main
+from scratchlm.cli.tuning_setup import TuneArgs, split
 from scratchlm.config.lora import LoRA
+from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples
 from scratchlm.inference import load_model
 from scratchlm.training.plan import read_plan
@@ -241,6 +243,8 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
         (("--rank", "0"), "rank must be a whole number"),
         (("model.d_model=8",), "model. cannot be set"),
         (("train.row_length=20",), "line 1: .* tokens do not fit in rows of 20"),
+        (("train.row_length=1000",), "row_length must not exceed context_length=96; got 1000"),
+        (("--task", "qa", "train.row_length=1000"), "row_length must not exceed"),
         (("--preference", "dpo"), "line 1: .*chosen and rejected was expected"),
         (("--epochs", "2", "--steps", "3"), "give one of them"),
         (("train.rwo_length=8",), "did you mean 'row_length'"),
@@ -261,6 +265,32 @@ def test_a_mistake_is_one_line_and_leaves_no_run(words, message, base, chats, tm
     assert len(line) == 1
     assert re.search(message, " ".join(err.split()))
     assert not run.exists()
+
+
+def test_an_empty_file_to_validate_on_is_refused(base, chats, tmp_path, capsys):
+    (tmp_path / "blank.jsonl").write_text("\n")
+    words = ("--val", tmp_path / "blank.jsonl", "--out", tmp_path / "run")
+    assert run_command("finetune", base, chats, *words) == 2
+    assert "there is nothing to validate on" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_record_gives_is_learnt_or_held_out_together(tmp_path):
+    args = TuneArgs(None, tmp_path / "chats.jsonl", tmp_path / "run", val_fraction=0.3)
+    records = [[Example([number, turn], [False, True]) for turn in range(3)] for number in range(9)]
+    train, val = split(args, lambda _: records)
+    assert len(train) == 18
+    assert len(val) == 9
+    assert not {one.ids[0] for one in train} & {one.ids[0] for one in val}
+
+
+def test_a_run_keeps_the_template_of_chats_that_come_after_pairs(base, chats, tmp_path):
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"prompt": "a", "completion": "b"}\n' + chats.read_text())
+    assert load_model(base).chat_template is None
+    words = ("--out", tmp_path / "run", "--steps", 1, *FAST)
+    assert run_command("finetune", base, mixed, *words) == 0
+    assert load_model(tmp_path / "run").chat_template is not None
 
 
 def test_pairs_are_not_cut_apart(base, pairs, tmp_path, capsys):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from scratchlm.cli.starting import start_model
-from scratchlm.cli.tuning_setup import TuneArgs, hold_out, tuning_settings, write_data
+from scratchlm.cli.tuning_setup import TuneArgs, row_tokens, split, tuning_settings, write_data
 from scratchlm.config.heads import HEADS, TaskHead
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import gather_examples, read_examples
 from scratchlm.data.labelled import find_labels, read_answered, read_classified
-from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import wilson_interval
 from scratchlm.training.choosing import Machine
 from scratchlm.training.heads import HeadValidation, count_right
@@ -34,23 +33,17 @@ def make_task_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
     _check_options(args)
     TrainConfig.check(args.overrides)
     started = start_model(args.model, {})
-    longest = args.overrides.get("row_length") or started.config.context_length
+    longest = row_tokens(args, started.config)
     tokenizer = load_tokenizer(started.source)
     labels = find_labels(args.data) if args.task == "classification" else ()
     head = TaskHead(str(args.task), labels)
 
-    def read(path: Path) -> list[Example]:
+    def read(path: Path) -> list[list[Example]]:
         if head.kind == "classification":
-            return read_classified(path, tokenizer, head.labels, longest)
-        return read_answered(path, tokenizer, longest)
+            return [[one] for one in read_classified(path, tokenizer, head.labels, longest)]
+        return [[one] for one in read_answered(path, tokenizer, longest)]
 
-    train, val = read(args.data), list[Example]()
-    if args.val is not None:
-        val = read(args.val)
-    else:
-        train, val = hold_out(train, args.val_fraction, 1)
-    if not train:
-        raise ScratchLMError(f"{args.data}: there is nothing to learn from")
+    train, val = split(args, read)
     tuning = Tuning(packed=False, head=head)
     examples = gather_examples(train, started.fingerprint)
     settings = tuning_settings(args, tuning, started.config, examples, machine)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +93,11 @@ def make_tuning_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
     tuning = args.tuning()
     TrainConfig.check(args.overrides)
     started = start_model(args.model, {})
-    longest = args.overrides.get("row_length") or started.config.context_length
+    longest = row_tokens(args, started.config)
     encoder, template = _encoder(started, args.data)
-    is_pairs = tuning.preference is not None
-    train = list(encoder.read(args.data, longest, is_pairs))
-    val: list[Example] = []
-    if args.val is not None:
-        val = list(encoder.read(args.val, longest, is_pairs))
-    else:
-        train, val = hold_out(train, args.val_fraction, 2 if is_pairs else 1)
-    if not train:
-        raise ScratchLMError(f"{args.data}: there is nothing to learn from")
+    train, val = split(
+        args, lambda path: list(encoder.records(path, longest, tuning.preference is not None))
+    )
     examples = gather_examples(train, started.fingerprint)
     settings = tuning_settings(args, tuning, started.config, examples, machine)
     check_tuning(tuning, settings, started.config)
@@ -171,9 +166,12 @@ def _encoder(started: StartModel, data: Path) -> tuple[Encoder, ChatTemplate | N
     eos_id = _end_of_text(started.source, tokenizer)
     own = ChatTemplate.from_directory(started.source)
     template = own or default_template(tokenizer, eos_id)
-    first = next(read_records(data), ("", {}))[1]
-    is_chat = any(isinstance(first.get(name), list) for name in ("messages", "chosen"))
-    return Encoder(tokenizer, template, eos_id), template if is_chat else own
+    keeps = own is not None or any(_is_chat(record) for _, record in read_records(data))
+    return Encoder(tokenizer, template, eos_id), template if keeps else None
+
+
+def _is_chat(record: Mapping[str, Any]) -> bool:
+    return any(isinstance(record.get(name), list) for name in ("messages", "chosen"))
 
 
 def _end_of_text(source: Path, tokenizer: Tokenizer | CharTokenizer) -> int:
@@ -193,22 +191,44 @@ def _end_of_text(source: Path, tokenizer: Tokenizer | CharTokenizer) -> int:
     return found
 
 
-def hold_out(
-    examples: list[Example], fraction: float | None, group: int
+def row_tokens(args: TuneArgs, model: ModelConfig) -> int:
+    """Return the most tokens of a row, before anything is read."""
+    return TrainConfig(row_length=args.overrides.get("row_length")).row_tokens(model)
+
+
+def split(
+    args: TuneArgs, read: Callable[[Path], list[list[Example]]]
 ) -> tuple[list[Example], list[Example]]:
-    """Take a part of the examples, pairs together, away from training."""
+    """Read the examples of each record; take a part of the records away from training."""
+    assert args.data is not None
+    train, val = read(args.data), list[list[Example]]()
+    if args.val is not None:
+        val = read(args.val)
+        if not val:
+            raise ScratchLMError(f"{args.val}: there is nothing to validate on")
+    else:
+        train, val = _hold_out(train, args.val_fraction)
+    if not train:
+        raise ScratchLMError(f"{args.data}: there is nothing to learn from")
+    return list(chain.from_iterable(train)), list(chain.from_iterable(val))
+
+
+def _hold_out(
+    records: list[list[Example]], fraction: float | None
+) -> tuple[list[list[Example]], list[list[Example]]]:
+    """Part the records: of one that gives several examples, none is learnt and held out."""
     share = VAL_FRACTION if fraction is None else fraction
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction must lie in [0, 1); got {share}")
-    count = len(examples) // group
+    count = len(records)
     held = math.ceil(share * count) if fraction else int(share * count)
     if not held:
-        return examples, []
+        return records, []
     import numpy as np
 
     chosen = set(permute(np.arange(held), count, derive_key(_SPLIT)).tolist())
-    train = [one for index, one in enumerate(examples) if index // group not in chosen]
-    return train, [one for index, one in enumerate(examples) if index // group in chosen]
+    train = [one for index, one in enumerate(records) if index not in chosen]
+    return train, [one for index, one in enumerate(records) if index in chosen]
 
 
 def write_data(
