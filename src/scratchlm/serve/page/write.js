@@ -30,12 +30,16 @@ export function stop() {
 
 async function generate(path, body, branch) {
   running?.abort();
-  const control = running = new AbortController();
+  const control = running = new AbortController(), own = state.branches[branch];
   setBusy(true);
   fail(null);
-  let text = "", last = performance.now();
+  let text = "", failed = false, last = performance.now();
   try {
     for await (const event of stream(path, { model: model.name, ...requestSettings(), ...body, return_token_ids: true }, control.signal)) {
+      if (state.branches[branch] !== own) { // a new conversation, or another address
+        control.abort();
+        break;
+      }
       const choice = event.choices?.[0];
       if (!choice) continue;
       text += choice.text ?? choice.delta?.content ?? "";
@@ -43,17 +47,20 @@ async function generate(path, body, branch) {
       const now = performance.now();
       for (const token of found) {
         times.set(`${branch}.${idsOf(branch).length}`, (now - last) / 1000 / found.length);
-        state.branches[branch].ids.push(token.id);
-        streamed(token);
+        own.ids.push(token.id);
+        if (state.branch === branch) streamed(token);
       }
       if (found.length) last = now;
       announce(text.slice(-160));
     }
   } catch (error) {
-    if (error.name !== "AbortError") fail(error);
+    if (error.name !== "AbortError") {
+      fail(error);
+      failed = true;
+    }
   }
   if (running === control) running = null;
-  return text;
+  return { text, failed, isThere: state.branches[branch] === own };
 }
 
 // The tokens of one event, with the log-probabilities that came with them.
@@ -71,8 +78,10 @@ async function finish(branch) {
   if (running) return; // a newer request goes on
   try {
     await readTokens();
-    noteBranchText(branch, tokens);
-    change({ at: Math.min(Math.max(1, state.branches[branch].given), idsOf(branch).length) });
+    if (state.branch === branch && state.branches[branch]) {
+      noteBranchText(branch, tokens);
+      change({ at: Math.min(Math.max(1, state.branches[branch].given), idsOf(branch).length) });
+    }
   } catch (error) {
     fail(error);
   }
@@ -97,8 +106,8 @@ async function tokenized(body) {
     fail(null);
     const found = await ask("/tokenize", { ...body, return_token_strs: true });
     const read = found.tokens;
-    if (!read.length) throw new Error("Write something first: the prompt has no tokens.");
-    if (read.length >= model.context) throw new Error(`The text must leave room in the context of ${model.context} tokens; it has ${read.length}.`);
+    if (!read.length) throw new Error("The prompt is empty.");
+    if (read.length >= model.context) throw new Error(`The prompt must leave room in the context of ${model.context} tokens; it has ${read.length}.`);
     return { ids: read, texts: found.token_strs ?? read.map(() => "") };
   } catch (error) {
     fail(error);
@@ -110,10 +119,10 @@ async function tokenized(body) {
 export async function say() {
   const text = at("message").value.trim();
   if (!text) {
-    fail("Write a message first.");
+    fail("The message is empty.");
     return;
   }
-  const messages = [...state.messages, { role: "user", content: text }];
+  const before = state.messages, messages = [...before, { role: "user", content: text }];
   const asked = await tokenized({ messages });
   if (!asked) return;
   at("message").value = "";
@@ -121,8 +130,13 @@ export async function say() {
   drawMessages();
   begin(asked.ids.map((id, i) => ({ id, text: asked.texts[i] })));
   const body = { messages, max_completion_tokens: room(asked.ids.length), logprobs: true, ...stops() };
-  const answer = await generate("/v1/chat/completions", body, 0);
-  change({ messages: [...messages, { role: "assistant", content: answer }] }, { quiet: true });
+  const { text: answer, failed, isThere } = await generate("/v1/chat/completions", body, 0);
+  if (isThere && failed && !answer) {
+    change({ messages: before }, { quiet: true });
+    at("message").value = text; // to be sent again
+  } else if (isThere) {
+    change({ messages: [...messages, { role: "assistant", content: answer }] }, { quiet: true });
+  }
   drawMessages();
   await finish(0);
 }
@@ -141,7 +155,7 @@ export async function branchFrom(place, token) {
     await generate("/v1/completions", body, branch);
   }
   await finish(branch);
-  change({ at: place, branch });
+  if (state.branch === branch && state.branches[branch]) change({ at: place, branch });
 }
 
 // In a conversation the answer is that of the branch that is shown.
@@ -191,8 +205,8 @@ export function drawSettings() {
 function stopSetting() {
   const input = make("input", { type: "text", id: "set-stop", "aria-describedby": "what-stop", onchange: () => change({ stop: input.value }) });
   input.value = state.stop;
-  return make("div", { class: "setting" }, make("label", { for: "set-stop" }, "stop at"), input,
-    make("p", { id: "what-stop" }, "Writing ends before this text. Empty: at the end of text or at the length."));
+  return make("div", { class: "setting" }, make("label", { for: "set-stop" }, "stop string"), input,
+    make("p", { id: "what-stop" }, "Generation ends before this text. Empty: at the end-of-text token or at max tokens."));
 }
 
 export function drawMode() {
