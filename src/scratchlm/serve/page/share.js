@@ -1,12 +1,12 @@
 // Taking it along: a link, one file that works offline, and the view as Python.
 import { at, fail, make } from "./dom.js";
 import { answers, look, template } from "./api.js";
-import { address, idsOf } from "./state.js";
+import { address, idsOf, state } from "./state.js";
 import { asPython } from "./python.js";
 import { choicesBody } from "./choices.js";
 import { attentionBody } from "./attention.js";
 import { attributionBody, lensBody } from "./lens.js";
-import { ablateBody } from "./edits.js";
+import { ablateBody, patchBody } from "./edits.js";
 import { costBody } from "./engine.js";
 import { model } from "./write.js";
 
@@ -49,8 +49,9 @@ async function fillAnswers() {
       for (let head = 0; head < model.heads; head++) asked.push(["attention", { ...attentionBody(), layer, head }]);
     }
     if (model.adds_up) asked.push(["attribution", (await attributionBody())[0]]);
+    if (state.other) asked.push(["patch", await patchBody().then(([body]) => body, () => null)]);
   }
-  for (const [name, body] of asked) await look(name, body);
+  for (const [name, body] of asked) if (body) await look(name, body);
 }
 
 export async function exportFile() {
