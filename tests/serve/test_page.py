@@ -257,7 +257,7 @@ def mute_numbers(page):
     page.run("for (const d of document.querySelectorAll('#view details')) d.open = true")
     page.settle()
     return page.run(
-        "const counts = ['place', 'id', 'layer', 'expert', 'how many', 'tokens'];"
+        "const counts = ['position', 'id', 'layer', 'expert', 'pages', 'tokens'];"
         "const head = (c) => c.closest('table').tHead.rows[0].cells[c.cellIndex].textContent;"
         "return [...document.querySelectorAll('main td.number, .figures:not(.counts) dd')]"
         ".filter((c) => /\\d/.test(c.textContent) && !c.querySelector('button.asked'))"
@@ -296,7 +296,7 @@ def test_alternatives_show_both_probabilities_and_who_removed_whom(page, subject
         assert cells[4:6] == [str(row["rank"]), "–" if gone else str(row["rank_after"])]
         assert cells[6] == f"{row['logit']:.3f}"
     assert {row["removed_by"] for row in found["rows"]} == {None, "top_k", "top_p"}
-    assert f"which falls on {quoted(found['draw']['text'])}" in page.text("#view")
+    assert f"which selects {quoted(found['draw']['text'])}" in page.text("#view")
 
 
 def test_another_choice_grows_a_branch_that_reuses_the_cached_beginning(page, loaded):
@@ -390,7 +390,7 @@ def test_shares_add_up_to_the_logit_shown(page, loaded):
     for (part, share), row in zip(found.top(), cells, strict=False):
         assert row[0] == part
         assert row[1] == f"{'−' if share < 0 else '+'}{abs(share):.4f}"
-    assert cells[-1][0] == "sum of all"
+    assert cells[-1][0] == "sum"
     total = sum(float(row[1].replace("−", "-")) for row in cells[:-1])
     assert total == pytest.approx(float(cells[-1][1].replace("−", "-")), abs=1e-3)
     assert f"{float(found.logit[0]):.4f}" in page.text("#view p")
@@ -399,7 +399,8 @@ def test_shares_add_up_to_the_logit_shown(page, loaded):
 def test_an_ablation_changes_the_table_at_once_and_off_restores_the_bits(page, subject):
     page.open(address_of(IDS, at=7, v="ablation", l=1, h=3))
     own = look_inside.ablate(subject, IDS[:7], [])["bits"][0]
-    assert page.text("#bits") == f"Logits are the model's own, bit for bit ({own})."
+    own_bits = f"The logits are the model's own, bit for bit (SHA-256 {own}…)."
+    assert page.text("#bits") == own_bits
     page.click("#edit-add")
 
     def expect(factor):
@@ -423,7 +424,7 @@ def test_an_ablation_changes_the_table_at_once_and_off_restores_the_bits(page, s
     expect(0)
     page.click("#edits input[type=checkbox]")
     expect(1)
-    assert page.text("#bits") == f"Logits are the model's own, bit for bit ({own})."
+    assert page.text("#bits") == own_bits
 
 
 def test_patches_between_two_prompts_are_a_heat_map_of_the_sweep(page, subject):
@@ -475,7 +476,7 @@ def test_a_link_reopens_the_view(page, view):
 
 def test_the_exported_file_shows_the_same_offline(page, loaded, tmp_path):
     ids = [*IDS[:4], loaded.tokenizer.special_tokens[EVIL], *IDS[4:]]
-    page.open(address_of(ids, at=8, v="attention", l=1, h=1))
+    page.open(address_of(ids, at=8, v="attention", l=1, h=1, o="ba ba ba"))
     page.run(
         "const old = URL.createObjectURL; URL.createObjectURL = (blob) => {"
         " blob.text().then((t) => { window.exported = t; }); return old.call(URL, blob); };"
@@ -483,7 +484,7 @@ def test_the_exported_file_shows_the_same_offline(page, loaded, tmp_path):
     )
     page.wait("window.exported")
     shown = {}
-    views = [view for view in VIEWS if view not in ("patch", "cache")]
+    views = [view for view in VIEWS if view != "cache"]
     for view in views:
         page.view(view)
         shown[view] = page.text("#view")

@@ -66,20 +66,20 @@ def attention_weight(
     }
 
 
-_LOOKS = {
+_KEYS = {
     "first": "the first token",
     "self": "the token itself",
-    "previous_token": "the token before",
-    "duplicate_token": "the same token before",
-    "induction": "what came after the same token",
+    "previous_token": "the previous token",
+    "duplicate_token": "the same token, earlier",
+    "induction": "the token after the same token, earlier",
 }
 
 
 @torch.no_grad()
 def head_score(subject: Subject, ids: Ids, layer: int, head: int, what: str) -> Explanation:
-    """The mean weight of a head on keys of a kind: in this text, or on random tokens said twice."""
-    if what not in _LOOKS:
-        raise ValueError(f"what must be one of {', '.join(_LOOKS)}; got {what!r}")
+    """The mean weight of a head on keys of a kind: in this text, or on repeated random tokens."""
+    if what not in _KEYS:
+        raise ValueError(f"what must be one of {', '.join(_KEYS)}; got {what!r}")
     here = what in ("first", "self")
     rows = subject.row(ids) if here else finding.repeated_tokens(subject.model)
     name = f"layers.{layer}.attn.weights"
@@ -102,9 +102,9 @@ def head_score(subject: Subject, ids: Ids, layer: int, head: int, what: str) -> 
         asked = {"kind": "attention", "layer": layer, "head": head, "query": query, "key": key}
         at = f"a[{query}, {key}]" + ("" if here else f" of sequence {i // width}")
         parts.append([at, float(flat[i]), {**asked, "ids": rows[i // width].tolist()}])
-    where = "in this text" if here else f"on {len(rows)} sequences of random tokens said twice"
+    where = "in this text" if here else f"on {len(rows)} repeated random sequences"
     return {
-        "name": f"how much layer {layer}, head {head} looks at {_LOOKS[what]}, {where}",
+        "name": f"mean attention weight of layer {layer}, head {head} on {_KEYS[what]}, {where}",
         "formula": f"the mean of {len(flat)} weights a[query, key]",
         "numbers": f"({sum_text(flat)}) / {len(flat)}",
         "value": float(flat.mean()),
@@ -187,7 +187,7 @@ def share(
     """W_t · (g ⊙ part / s): what one part of the stream adds to the logit."""
     kept, parts = _parts_kept(subject, ids), []
     w = "W[t, c]" if against is None else "(W[t, c] − W[a, c])"
-    name = f"share of {part} in the logit of {quoted(subject, token)}"
+    name = f"contribution of {part} to the logit of {quoted(subject, token)}"
     name += "" if against is None else f" minus that of {quoted(subject, against)}"
     if part == "lm_head.bias":
         formula = "b[t]" + ("" if against is None else " − b[a]")
@@ -228,8 +228,8 @@ def shares(
     asked = {"kind": "share", "token": token, "against": against}
     values = [value for _, value in terms]
     return {
-        "name": f"sum of {len(terms)} shares",
-        "formula": "Σ over the parts of their shares",
+        "name": f"sum of {len(terms)} contributions",
+        "formula": "Σ over the components of their contributions",
         "numbers": sum_text(values),
         "value": math.fsum(values),
         "parts": [[part, value, {**asked, "part": part}] for part, value in terms[:6]],
@@ -244,12 +244,12 @@ def rounding(subject: Subject, ids: Ids, token: int, against: int | None = None)
     asked = {"token": token, "against": against}
     total, own = float(found.shares[0].sum()), float(found.logit[0])
     return {
-        "name": "how far the shares are from adding up",
-        "formula": "|Σ shares − x|",
+        "name": "rounding error of the attribution",
+        "formula": "|Σ contributions − x|",
         "numbers": f"|{total!r} − {own!r}|",
         "value": found.error,
         "parts": [
-            ["Σ shares", total, {"kind": "shares", **asked}],
+            ["Σ contributions", total, {"kind": "shares", **asked}],
             ["x, the logit", own, {"kind": "logit", **asked}],
         ],
         "source": source(_ATTRIBUTION, "self.shares.sum(dim=-1) - self.logit"),
@@ -281,7 +281,7 @@ def patched(
     )
     asked = {"kind": "logit", "token": token, "against": against}
     part = f"head {head}" if what == "heads" else f"position {position}"
-    for name, text in (("in this text", ids), ("in the other, unpatched", other)):
+    for name, text in (("in this text", ids), ("in the other prompt, unpatched", other)):
         value = logit_terms(subject, text, token, against)["value"]
         found["parts"].append([f"x {name}", value, {**asked, "ids": list(text)}])
     found["formula"] += f",   h in the other prompt, with {point} at {part} as in this text"

@@ -50,7 +50,7 @@ def _after(ids: Ids) -> str:
 
 
 def _changed(edits: Edits) -> str:
-    return ", with the changes" if any(edit.factor != 1 for edit in edits) else ""
+    return ", with the edits" if any(edit.factor != 1 for edit in edits) else ""
 
 
 @torch.no_grad()
@@ -68,12 +68,12 @@ def logit(
 
 @torch.no_grad()
 def moved(subject: Subject, ids: Ids, token: int, edits: Edits = ()) -> Explanation:
-    """100 (q_t − p_t): how far changes move a probability, in points of a hundred."""
+    """100 (q_t − p_t): how far edits move a probability, in percentage points."""
     x, y = (edited_logits(subject, ids, e).double().softmax(-1) for e in ((), edits))
     check_token(token, len(x))
     before, after = float(x[token]), float(y[token])
     return {
-        "name": f"by how many points the changes move {quoted(subject, token)}",
+        "name": f"change of the probability of {quoted(subject, token)}, in percentage points",
         "formula": "100 · (q_t − p_t)",
         "numbers": f"100 · ({after:.6g} − {before:.6g})",
         "value": 100 * (after - before),
@@ -87,12 +87,12 @@ def moved(subject: Subject, ids: Ids, token: int, edits: Edits = ()) -> Explanat
 
 @torch.no_grad()
 def divergence(subject: Subject, ids: Ids, edits: Edits = ()) -> Explanation:
-    """KL = Σ p log(p / q), q with the changes."""
+    """KL = Σ p log(p / q), q with the edits."""
     p, q = (edited_logits(subject, ids, e).double().softmax(-1) for e in ((), edits))
     terms = (p * (p.log() - q.log())).masked_fill(p == 0, 0.0)
     return {
-        "name": f"by how much the changes move what comes {_after(ids)}, in nats",
-        "formula": "KL = Σ_i p_i · (log p_i − log q_i),   p before, q after the changes",
+        "name": f"KL divergence of the next token's distribution {_after(ids)}, in nats",
+        "formula": "KL = Σ_i p_i · (log p_i − log q_i),   p before, q after the edits",
         "numbers": sum_text(terms),
         "value": float(terms.sum()),
         "parts": [
@@ -181,12 +181,12 @@ def filtered(
     x = _Filtered(subject, ids, sampling or Sampling(), num_prompt)
     x.check(subject, token)
     found = softmax(x.left[0].double(), token, "y")
-    found["formula"] += ",   y = (x + bias and penalties) / temperature of the tokens left"
+    found["formula"] += ",   y = (x + bias and penalties) / temperature, of the tokens that remain"
     shift = float(x.moved[0, token] - x.raw[0, token])
     found["parts"][1:1] = [
         ["x_t, the logit", float(x.raw[0, token]), {"kind": "logit", "token": token}],
         ["bias and penalties", shift, _of(token, "shift") | _settings_of(x, num_prompt)],
-        ["temperature (0: the likeliest alone is left)", x.sampling.temperature, None],
+        ["temperature (0: greedy)", x.sampling.temperature, None],
     ]
     return {
         "name": f"probability of {quoted(subject, token)} {_after(ids)} and the filters"
@@ -217,10 +217,10 @@ def shift(
         "value": repeated - presence - frequency - own,
         "parts": [
             ["x_t, the logit", own, {"kind": "logit", "token": token}],
-            ["θ, the repetition penalty, if the token was seen", theta, None],
+            ["θ, the repetition penalty, if the token occurs", theta, None],
             ["α_p, the presence penalty", by.presence_penalty, None],
             ["α_f, the frequency penalty", by.frequency_penalty, None],
-            ["c_t, how often it was written", written, None],
+            ["c_t, how often it occurs in the output", written, None],
         ],
         "source": source("inference/filters.py", "logits * penalty, logits / penalty"),
     }

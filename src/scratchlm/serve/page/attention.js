@@ -1,4 +1,4 @@
-// Attention: every head as a small picture, sorted by what it does, and one head in full.
+// Attention: every head as a thumbnail, sorted by what it does, and one head in full.
 import { at, behind, drawPixels, make, pixelsOf, quoted, scroller, select, shade, table, visible } from "./dom.js";
 import { look } from "./api.js";
 import { change, idsOf, state } from "./state.js";
@@ -7,11 +7,11 @@ import { tokens } from "./tokens.js";
 import { model } from "./write.js";
 
 export const SORTS = {
-  layer: "layer and head", previous_token: "looks at the previous token", duplicate_token: "looks at the same token before",
-  induction: "induction: what came after the same token", first: "looks at the first token, here", self: "looks at itself, here",
+  layer: "layer and head", previous_token: "previous token", duplicate_token: "duplicate token",
+  induction: "induction", first: "first token, this text", self: "self, this text",
 };
 
-// The token that looks: the chosen one, or the last where the chosen one is yet to come.
+// The query: the selected token, or the last one where the selected one is not generated yet.
 export const query = () => Math.min(state.at, idsOf().length - 1);
 
 export const attentionBody = () => ({
@@ -22,7 +22,7 @@ export async function drawAttention(box) {
   const ids = idsOf(), asked = attentionBody();
   const [all, one] = await Promise.all([look("heads", { ids }), look("attention", asked)]);
   box.replaceChildren(
-    make("p", {}, "A picture is a head: rows are tokens that look, columns tokens that are looked at. Scores are mean weights on random tokens said twice, or in this text."),
+    make("p", {}, "One thumbnail per head, named layer.head: rows are queries, columns are keys. Scores are mean attention weights: previous token, duplicate token and induction on repeated random tokens, first token and self on this text."),
     select("sort by", Object.entries(SORTS).filter(([key]) => key === "layer" || key in all.heads[0]), state.sort, (sort) => change({ sort })),
     thumbnails(all, asked), ...headInFull(asked, one), thumbnailsTable(all, ids));
   paintThumbnails(all);
@@ -55,20 +55,20 @@ function paintThumbnails(all) {
 function thumbnailsTable(all, ids) {
   const kinds = ["first", "self", ...all.kinds];
   const rows = all.heads.map((one) => [`${one.layer}.${one.head}`, ...kinds.map((kind) => number(one[kind].toFixed(4), { ids, kind: "head", layer: one.layer, head: one.head, what: kind }, SORTS[kind]))]);
-  return behind("All heads as a table", scroller("All heads", table("Mean weights of every head", ["head", ...kinds.map((kind) => SORTS[kind])], rows, { rowHeaders: true, numeric: [1, 2, 3, 4, 5] })));
+  return behind("All heads as a table", scroller("All heads", table("Mean attention weights of every head", ["head", ...kinds.map((kind) => SORTS[kind])], rows, { rowHeaders: true, numeric: [1, 2, 3, 4, 5] })));
 }
 
 function headInFull(asked, one) {
   const text = (i) => tokens[i]?.text ?? "";
   const row = one.row.slice(0, asked.query + 1);
   const top = row.map((w, i) => [w, i]).sort((a, b) => b[0] - a[0]);
-  const strip = make("ol", { class: "strip", "aria-label": `What token ${asked.query} looks at` }, ...row.map((w, i) => {
+  const strip = make("ol", { class: "strip", "aria-label": `Attention weights of token ${asked.query}` }, ...row.map((w, i) => {
     const page = i && i % model.page_size === 0 ? "page" : "";
     return make("li", { class: `${shade(w)} ${page}`, title: `${quoted(text(i))} (${i}): ${w.toFixed(4)}` }, visible(text(i)) || "∅");
   }));
   const cells = (list) => list.map(([w, i]) => [String(i), make("code", {}, quoted(text(i))),
     number(w.toFixed(4), { ids: asked.ids, kind: "attention", layer: asked.layer, head: asked.head, query: asked.query, key: i }, "weight")]);
-  const heads = ["place", "token", "weight"], canvas = make("canvas", { id: "pattern", role: "img", "aria-label": `Weights of layer ${asked.layer}, head ${asked.head}; the table below holds those of token ${asked.query}` });
+  const heads = ["position", "key", "weight"], canvas = make("canvas", { id: "pattern", role: "img", "aria-label": `Weights of layer ${asked.layer}, head ${asked.head}; the table below holds those of token ${asked.query}` });
   const mark = make("i"), framed = make("div", { class: "pattern" }, canvas, mark);
   mark.style.top = 100 * asked.query / one.size + "%";
   mark.style.height = 100 / one.size + "%";
@@ -78,13 +78,13 @@ function headInFull(asked, one) {
   });
   const all = behind(`All ${row.length} weights of token ${asked.query} as a table`);
   all.addEventListener("toggle", () => {
-    if (all.open && all.children.length === 1) all.append(scroller("Weights", table("Weights by place", heads, cells(row.map((w, i) => [w, i])), { numeric: [0, 2] })));
+    if (all.open && all.children.length === 1) all.append(scroller("Weights", table("Weights by position", heads, cells(row.map((w, i) => [w, i])), { numeric: [0, 2] })));
   });
   return [
-    make("h3", {}, `Layer ${asked.layer}, head ${asked.head}: token ${asked.query}, ${quoted(text(asked.query))}, looks at`),
+    make("h3", {}, `Layer ${asked.layer}, head ${asked.head}: attention from token ${asked.query}, ${quoted(text(asked.query))}`),
     strip,
-    make("p", { class: "hint" }, `The stronger the colour, the more. Weights add up to ${row.reduce((a, b) => a + b, 0).toFixed(4)}; keys of ${row.length} tokens lie in the cache, in pages of ${model.page_size} (a bar marks where one begins).`),
-    make("div", { class: "pair" }, framed, scroller("Highest weights", table("Highest weights", heads, cells(top.slice(0, 10)), { numeric: [0, 2] }))),
+    make("p", { class: "hint" }, `The stronger the colour, the larger the weight; they sum to ${row.reduce((a, b) => a + b, 0).toFixed(4)}. The KV cache holds the ${row.length} keys in pages of ${model.page_size} tokens; a bar marks the first token of a page.`),
+    make("div", { class: "pair" }, framed, scroller("Largest weights", table("Largest weights", heads, cells(top.slice(0, 10)), { numeric: [0, 2] }))),
     all,
   ];
 }

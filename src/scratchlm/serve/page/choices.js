@@ -1,4 +1,4 @@
-// One token's alternatives: rank and probability before and after the filters, and who removed whom.
+// One token's alternatives: rank and probability before and after the filters, and which filter removed which.
 import { bar, make, percent, quoted, scroller, signed, table } from "./dom.js";
 import { look, offline } from "./api.js";
 import { givenAt, idsOf, state } from "./state.js";
@@ -28,18 +28,18 @@ export async function drawChoices(box) {
       number(String(row.rank), of("rank"), "rank"),
       row.rank_after === null ? "–" : number(String(row.rank_after), of("rank", settings), "rank after"),
       number(row.logit.toFixed(3), of("logit"), "logit"),
-      row.shift === null ? "forbidden" : row.shift ? number(signed(row.shift), of("shift", settings), "penalties") : "",
+      row.shift === null ? "−∞" : row.shift ? number(signed(row.shift), of("shift", settings), "penalties") : "",
     ];
   });
-  const made = table(`Alternatives for token ${asked.at}`, ["token", "before filters", "after filters", "branch", "rank", "rank after", "logit", "penalties"], rows, { numeric: [4, 5, 6, 7], className: "choices" });
+  const made = table(`Candidates for token ${asked.at}`, ["token", "before filters", "after filters", "branch", "rank", "rank after", "logit", "penalties"], rows, { numeric: [4, 5, 6, 7], className: "choices" });
   [...made.tBodies[0].rows].forEach((tr, i) => { if (found.rows[i].id === found.chosen) tr.className = "chosen"; });
-  box.replaceChildren(summary(found, context, { ...settings, seed: asked.seed }), scroller("Alternatives", made));
+  box.replaceChildren(summary(found, context, { ...settings, seed: asked.seed }), scroller("Candidates", made));
 }
 
 function summary(found, ids, { seed, ...settings }) {
   const removed = Object.entries(found.removed).map(([name, count]) => `${FILTER_NAMES[name] ?? name} removed ${count}`);
-  const left = `${found.left} of ${found.vocabulary} tokens are left` + (removed.length ? `: ${removed.join(", ")}.` : ": no filter removes any.");
-  const draw = found.draw ? [" The seed draws ", number(found.draw.number.toFixed(4), { ids, kind: "draw", seed, ...settings }, "draw"), `, which falls on ${quoted(found.draw.text)}.`] : [];
+  const left = `${found.left} of ${found.vocabulary} tokens remain after the filters` + (removed.length ? `: ${removed.join(", ")}.` : ".");
+  const draw = found.draw ? [" The draw for this seed and step is ", number(found.draw.number.toFixed(4), { ids, kind: "draw", seed, ...settings }, "draw"), `, which selects ${quoted(found.draw.text)}.`] : [];
   return make("p", {}, left, " Entropy ", number(found.entropy.toFixed(3), { ids, kind: "entropy" }, "entropy before"),
     " bits before, ", number(found.entropy_after.toFixed(3), { ids, kind: "entropy", ...settings }, "entropy after"), " after.", ...draw);
 }

@@ -16,9 +16,13 @@ export function make(tag, attributes = {}, ...children) {
 export const percent = (p) =>
   p >= 0.9995 && p < 1 ? "> 99.9 %" : p > 0 && p < 0.00005 ? "< 0.01 %" : (100 * p).toFixed(p < 0.1 ? 2 : 1) + " %";
 export const quoted = (text) => JSON.stringify(text);
-export const signed = (x, digits = 3) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(digits);
-// A token on one line: line ends and a lone space are made visible.
-export const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length));
+export function signed(x, digits = 3) {
+  const size = Math.abs(x).toFixed(digits);
+  return (Number(size) === 0 ? "" : x < 0 ? "−" : "+") + size;
+}
+// A token on one line: line ends, control characters and a lone space are made visible.
+export const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length))
+  .replace(/[\0-\x1f\x7f]/g, (c) => String.fromCharCode(c === "\x7f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
 
 export function amount(x, unit) {
   const steps = ["", "k", "M", "G", "T", "P"];

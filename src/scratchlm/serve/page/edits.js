@@ -26,7 +26,7 @@ const nameOf = (e) => e.kind === "head" ? `head ${e.layer}.${e.index}` : e.kind 
 export async function drawAblation(box) {
   if (!at("edits") || !box.contains(at("edits"))) {
     box.replaceChildren(
-      make("p", {}, "Scale a part of the model while it runs: 0 takes it out, 1 leaves it as it is. The table shows what would come next."),
+      make("p", {}, "Scale the output of a component in the forward pass: 0 ablates it, 1 leaves it as it is. The table compares the next token's probabilities."),
       adder(), make("ul", { id: "edits" }), make("div", { id: "ablated" }));
   }
   drawEdits();
@@ -36,8 +36,8 @@ export async function drawAblation(box) {
 function adder() {
   const chosen = { kind: "head", layer: Math.min(state.layer, model.layers - 1), index: state.head };
   const index = make("input", { type: "number", min: "0", step: "1", value: String(chosen.index), id: "edit-index" });
-  const label = make("label", { for: "edit-index" }, "number ");
-  const kind = select("part", Object.entries(KINDS).filter(([key]) => key !== "neuron" || model.neurons).map(([key, one]) => [key, one.name]), chosen.kind, (value) => {
+  const label = make("label", { for: "edit-index" }, "index ");
+  const kind = select("component", Object.entries(KINDS).filter(([key]) => key !== "neuron" || model.neurons).map(([key, one]) => [key, one.name]), chosen.kind, (value) => {
     chosen.kind = value;
     index.hidden = label.hidden = !KINDS[value].index;
   });
@@ -73,22 +73,22 @@ async function drawAblated() {
   const moves = found.rows.map((row) => row.after - row.before), low = Math.min(0, ...moves), span = Math.max(0, ...moves) - low || 1;
   const of = (kind, row) => ({ ids: asked.ids, edits: asked.edits, kind, ...(row ? { token: row.id } : {}) });
   const rows = found.rows.map((row, i) => [make("code", {}, quoted(row.text)), number(percent(row.before), { ids: asked.ids, kind: "probability", token: row.id }, "probability before"),
-    number(percent(row.after), of("probability", row), "probability after"), number(signed(100 * moves[i], 2), of("moved", row), "points"),
+    number(percent(row.after), of("probability", row), "probability after"), number(signed(100 * moves[i], 2), of("moved", row), "difference"),
     bar(moves[i], span, { negative: moves[i] < 0, from: Math.min(moves[i], 0) - low })]);
   at("ablated").replaceChildren(
-    make("p", { id: "bits" }, ...(found.same_bits ? [`Logits are the model's own, bit for bit (${found.bits[0]}).`]
-      : [`Logits are changed (${found.bits[0]} → ${found.bits[1]}); the distribution moved by `, number(found.divergence.toPrecision(3), of("divergence"), "divergence"), " nats (KL)."])),
-    scroller("Next tokens", table(`What comes at place ${state.at}, before and after the changes; the difference in points of a hundred`, ["token", "before", "after", "points", "bar"], rows, { numeric: [1, 2, 3] })));
+    make("p", { id: "bits" }, ...(found.same_bits ? [`The logits are the model's own, bit for bit (SHA-256 ${found.bits[0]}…).`]
+      : [`The logits differ (SHA-256 ${found.bits[0]}… → ${found.bits[1]}…): KL divergence `, number(found.divergence.toPrecision(3), of("divergence"), "KL divergence"), " nats."])),
+    scroller("Next tokens", table(`Probabilities of token ${state.at} before and after the ablation; difference in percentage points`, ["token", "before", "after", "difference", "bar"], rows, { numeric: [1, 2, 3] })));
 }
 
 // Patching
 
-export const PATCHES = { stream: "the stream after a layer, by position", attention: "what attention adds, by position", "feed-forward": "what feed-forward adds, by position", heads: "heads, whole" };
+export const PATCHES = { stream: "residual stream, by position", attention: "attention output, by position", "feed-forward": "feed-forward output, by position", heads: "head output, all positions" };
 
 export async function patchBody() {
   const ids = idsOf().slice(0, state.at);
   const other = (await ask("/tokenize", { prompt: state.other, return_token_strs: true })).tokens;
-  if (other.length !== ids.length) throw new Error(`The other prompt must have as many tokens: ${ids.length} are before the chosen token, it has ${other.length}.`);
+  if (other.length !== ids.length) throw new Error(`The other prompt must have ${ids.length} tokens, as many as precede the selected token; it has ${other.length}.`);
   const plain = { edits: [], best: 1 };
   const [mine, theirs] = await Promise.all([look("ablate", { ids, ...plain }), look("ablate", { ids: other, ...plain })]);
   const token = idsOf()[state.at] ?? mine.rows[0].id;
@@ -99,12 +99,12 @@ export async function patchBody() {
 export async function drawPatch(box) {
   const input = make("textarea", { id: "other", rows: "2", "aria-describedby": "other-hint" }, "");
   input.value = state.other;
-  const go = make("button", { type: "button", id: "patch-go", disabled: offline, onclick: () => change({ other: input.value }) }, "Compare");
+  const go = make("button", { type: "button", id: "patch-go", disabled: offline, onclick: () => change({ other: input.value }) }, "Run");
   const result = make("div", { id: "patched" });
   box.replaceChildren(
-    make("p", {}, "Run another prompt, with one part of it at a time put in as it was in this text: where the answer comes back, the part carries it."),
+    make("p", {}, "Activation patching: run another prompt with one activation at a time replaced by its value in this text. Where this text's prediction is restored, the activation carries it."),
     make("label", { for: "other" }, "Other prompt"), input,
-    make("p", { class: "hint", id: "other-hint" }, `As many tokens as come before the chosen one: ${Math.min(state.at, idsOf().length)}. This text up to there: ${quoted(tokens.slice(0, state.at).map((t) => t.text).join(""))}`),
+    make("p", { class: "hint", id: "other-hint" }, `It must have ${Math.min(state.at, idsOf().length)} tokens, as many as precede the selected token: ${quoted(tokens.slice(0, state.at).map((t) => t.text).join(""))}`),
     make("div", { class: "row" }, select("patch", Object.entries(PATCHES), state.what, (what) => change({ what })), go), result);
   if (!state.other) return;
   try {
@@ -131,8 +131,8 @@ function heatMap(asked, found, mine, theirs) {
   const metric = asked.against === undefined ? `the logit of ${name(asked.token)}` : `the logit of ${name(asked.token)} minus that of ${name(asked.against)}`;
   const lead = (value, ids, label) => number(value.toFixed(3), { ids, kind: "logit", token: asked.token, against: asked.against }, label);
   return [
-    make("p", {}, `Shown is ${metric}: `, lead(found.clean, asked.ids, "in this text"), " in this text, ", lead(found.other, asked.other, "in the other"), ` in the other. The stronger the colour, the nearer to this text; striped is away from it.`),
-    scroller("Patches", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `With one part patched: ${found.by}s × layers`)),
+    make("p", {}, `Shown is ${metric}: `, lead(found.clean, asked.ids, "in this text"), " in this text, ", lead(found.other, asked.other, "in the other"), ` in the other prompt. The stronger the colour, the closer to this text; striped: further away than the other prompt.`),
+    scroller("Patches", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `With one activation patched: ${found.by}s × layers`)),
       make("thead", {}, make("tr", {}, make("th", { scope: "col" }, found.by), ...found.rows.map((row) => make("th", { scope: "col" }, row.replace("layers.", "layer "))))),
       make("tbody", {}, ...found.columns.map((i) => make("tr", {}, column(i), ...found.values.map((row, layer) => cell(row[i], layer, i))))))),
   ];

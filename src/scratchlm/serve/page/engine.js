@@ -11,21 +11,21 @@ export const costBody = () => ({ at: Math.max(1, state.at), num_prompt: givenAt(
 
 export async function drawCost(box) {
   const asked = costBody(), found = await look("cost", asked);
-  const how = found.phase === "prefill" ? `a request that begins here reads all ${found.prompt} tokens before it (prefill)` : `it was chosen by one step over the token before it, with ${found.cache} tokens in the cache (decode)`;
+  const how = found.phase === "prefill" ? `predicted by a prefill of the ${found.prompt} tokens before it` : `predicted by one decode step over the token before it, with ${found.cache} tokens in the KV cache`;
   const ids = idsOf().slice(0, asked.at), { num_prompt, machine } = asked;
   const of = (what, part) => ({ ids, kind: "cost", num_prompt, machine, what, ...(part ? { part } : {}) });
   const took = times.get(`${state.branch}.${state.at}`);
-  const lines = found.lines.map((line) => [make("span", { class: "depth-" + Math.min(4, line.depth) }, line.name), make("code", {}, line.symbols), make("code", {}, line.numbers), number(String(line.value), of("line", line.name), line.name)]);
-  const parts = found.parts.map((part) => [part.name, number(amount(part.flops, "FLOP"), of("flops", part.name), "arithmetic"), number(amount(part.bytes, "B"), of("bytes", part.name), "memory"),
+  const lines = found.lines.map((line) => [make("span", { class: "depth-" + Math.min(4, line.depth) }, line.name), make("code", { class: "wraps" }, line.symbols), make("code", { class: "wraps" }, line.numbers), number(String(line.value), of("line", line.name), line.name)]);
+  const parts = found.parts.map((part) => [part.name, number(amount(part.flops, "FLOP"), of("flops", part.name), "compute"), number(amount(part.bytes, "B"), of("bytes", part.name), "memory"),
     number(duration(part.seconds), of("seconds", part.name), "time"), part.bound]);
   box.replaceChildren(
     make("p", {}, `Token ${asked.at}: ${how}.`),
     make("dl", { class: "figures" },
-      ...figure("arithmetic", number(amount(found.flops, "FLOP"), of("line"), "arithmetic")), ...figure("memory traffic", number(amount(found.bytes, "B"), of("bytes"), "memory traffic")),
-      ...figure(`at the limits of: ${found.machine}`, number(duration(found.seconds), of("seconds"), "time")), ...figure("took here", took === undefined ? "not measured" : duration(took))),
+      ...figure("compute", number(amount(found.flops, "FLOP"), of("line"), "compute")), ...figure("memory traffic", number(amount(found.bytes, "B"), of("bytes"), "memory traffic")),
+      ...figure(`roofline time on ${found.machine}`, number(duration(found.seconds), of("seconds"), "time")), ...figure("measured here", took === undefined ? "not measured" : duration(took))),
     select("machine", found.machines.map((name) => [name, name]), state.machine, (machine) => change({ machine })),
-    scroller("By component", table(`By component, in ${found.precision}: the longer of arithmetic and memory bounds each`, ["component", "arithmetic", "memory", "time", "bound by"], parts, { numeric: [1, 2, 3] })),
-    behind("Every term with its formula", scroller("Formulas", table("FLOPs of this step", ["line", "formula", "with the sizes in", "FLOP"], lines, { numeric: [3] }))));
+    scroller("By component", table(`Roofline by component, ${found.precision}: the slower of compute and memory bounds each`, ["component", "compute", "memory", "time", "bound by"], parts, { numeric: [1, 2, 3] })),
+    behind("FLOPs term by term, with formulas", scroller("Formulas", table("FLOPs of this step", ["term", "formula", "with the sizes in", "FLOP"], lines, { numeric: [3] }))));
 }
 
 const figure = (name, value) => [make("div", {}, make("dt", {}, name), make("dd", {}, value))];
@@ -42,9 +42,9 @@ export async function drawExperts(box) {
     make("td", { class: i === state.at ? "here" : "" }, ...layer.experts[i].map((expert, j) => make("div", {}, `${expert}: `, number(percent(layer.weights[i][j]), { ids, kind: "expert", layer: layer.layer, position: i, chosen: j }, `weight of expert ${expert}`)))))));
   const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), number(percent(load), { ids, kind: "load", layer: layer.layer, chosen: expert }, "load"), bar(load, 1)]));
   box.replaceChildren(
-    make("p", {}, "Each token chooses a few experts in every layer; its answer is theirs, weighted."),
-    scroller("Experts", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Chosen experts and their weights")), make("thead", {}, head), make("tbody", {}, ...rows))),
-    scroller("Load", table("Share of this text's choices that fell on each expert", ["layer", "expert", "share", "bar"], loads, { numeric: [0, 1, 2] })));
+    make("p", {}, "The router sends each token to its top experts in every layer; the layer's output is the sum of theirs, with these weights."),
+    scroller("Experts", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Experts of each token, with their routing weights")), make("thead", {}, head), make("tbody", {}, ...rows))),
+    scroller("Load", table("Load: the fraction of this text's routing choices that fell on each expert", ["layer", "expert", "load", "bar"], loads, { numeric: [0, 1, 2] })));
   showColumn(box);
 }
 
@@ -52,18 +52,18 @@ export async function drawCache(box) {
   const ids = idsOf(), found = await look("cache", { ids }, { fresh: !offline });
   const shared = new Set(found.shared.pages);
   const kindOf = ([holders, kept], i) => (shared.has(i) ? "shared" : holders > 1 ? "many" : holders ? "held" : kept ? "kept" : "free");
-  const names = { shared: "holds the beginning of this text", many: "held by several requests", held: "held by one request", kept: "free, its content can still be found", free: "free" };
+  const names = { shared: "holds a prefix of this text", many: "in use by several requests", held: "in use by one request", kept: "free, content still cached", free: "free" };
   const cells = found.pages.map((page, i) => make("i", { class: "page-" + kindOf(page, i), title: `page ${i}: ${names[kindOf(page, i)]}` }));
   const rows = Object.entries(names).map(([kind, name]) => [make("i", { class: "swatch page-" + kind, "aria-hidden": "true" }), name, String(found.counts[kind])]);
   const shown = found.pages.length < found.num_pages ? `The first ${found.pages.length} pages` : "All pages";
   box.replaceChildren(
     make("p", {}, found.shared.tokens
-      ? `The first ${found.shared.tokens} tokens of this text are in the cache (pages ${found.shared.pages.join(", ")}): a request that begins like it does not compute them again.`
-      : `No whole page of this text is in the cache: a page holds ${found.page_size} tokens, and only full pages of prompts are shared.`),
-    make("dl", { class: "figures counts" }, ...figure("pages", `${found.num_held} of ${found.num_pages} held`), ...figure("a page", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
-      ...figure("found instead of computed", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
+      ? `The first ${found.shared.tokens} tokens of this text are in the KV cache (pages ${found.shared.pages.join(", ")}): a request with this prefix does not compute them again.`
+      : `No full page of this text is in the KV cache: a page holds ${found.page_size} tokens, and only full pages of prompts are shared.`),
+    make("dl", { class: "figures counts" }, ...figure("pages", `${found.num_held} of ${found.num_pages} in use`), ...figure("page size", `${found.page_size} tokens, ${amount(found.bytes_per_page, "B")}`),
+      ...figure("prefix cache hits", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
     make("div", { class: "pages", role: "img", "aria-label": `${shown}; the table below counts all`, tabindex: "0" }, ...cells),
-    scroller("Pages by use", table("Pages by use", ["sign", "page", "how many"], rows, { numeric: [2] })),
-    make("button", { type: "button", disabled: offline, onclick: () => drawCache(box) }, "Look again"),
+    scroller("Pages by state", table("Pages by state", ["mark", "state", "pages"], rows, { numeric: [2] })),
+    make("button", { type: "button", disabled: offline, onclick: () => drawCache(box) }, "Refresh"),
     behind("Running requests", scroller("Running requests", table("Running requests", ["tokens", "pages"], found.running.map((one) => [String(one.length), one.pages.join(", ")]), { numeric: [0] }))));
 }

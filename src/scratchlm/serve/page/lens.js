@@ -28,9 +28,9 @@ export async function drawLens(box) {
       return make("td", { class: `${shade(p)} ${places[i] === state.at - 1 ? "here" : ""}`, title: said }, make("code", {}, visible(text).trimStart() || "∅"), make("small", {}, value));
     })));
   box.replaceChildren(
-    make("p", {}, "The final norm and the head, applied after the embedding and after every layer: what the model would say if it stopped there. A column is a position, and what it says comes next; the top row is the model's own answer."),
-    scroller("Logit lens", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `Likeliest token after each layer, positions ${found.start} to ${found.stop - 1}`)), make("thead", {}, head), make("tbody", {}, ...rows))),
-    make("p", { class: "hint" }, "The stronger the colour, the surer. Choose another token above to move along the text."));
+    make("p", {}, "The final norm and the LM head, applied to the residual stream after the embedding and after each layer. A column is a position and what is predicted to follow it; the top row is the model's output."),
+    scroller("Logit lens", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `Most likely next token after each layer, positions ${found.start} to ${found.stop - 1}`)), make("thead", {}, head), make("tbody", {}, ...rows))),
+    make("p", { class: "hint" }, "The stronger the colour, the higher the probability. Framed: the position that predicts the selected token."));
   showColumn(box);
 }
 
@@ -51,21 +51,21 @@ export async function attributionBody() {
 
 export async function drawAttribution(box) {
   if (!model.adds_up) {
-    box.replaceChildren(make("p", {}, "After a post-norm block the stream is not a sum of the model's parts, so no bars add up to a logit."));
+    box.replaceChildren(make("p", {}, "In a post-norm model the residual stream is not a sum of the components' outputs, so no contributions add up to a logit."));
     return;
   }
   const [asked, choices] = await attributionBody();
   const found = await look("attribution", asked);
   const low = Math.min(0, ...found.parts.map(([, share]) => share)), high = Math.max(0, ...found.parts.map(([, share]) => share));
   const of = (kind, more = {}) => ({ ...asked, kind, ...more });
-  const rows = found.parts.slice(0, 40).map(([part, share]) => [make("code", {}, part), number(signed(share, 4), of("share", { part }), "share"), bar(share, high - low || 1, { negative: share < 0, from: Math.min(share, 0) - low })]);
+  const rows = found.parts.slice(0, 40).map(([part, share]) => [make("code", {}, part), number(signed(share, 4), of("share", { part }), "contribution"), bar(share, high - low || 1, { negative: share < 0, from: Math.min(share, 0) - low })]);
   const rest = found.parts.slice(40).reduce((sum, [, share]) => sum + share, 0);
-  if (found.parts.length > 40) rows.push([`${found.parts.length - 40} more`, number(signed(rest, 4), of("shares", { start: 40 }), "share of the rest"), ""]);
-  rows.push([make("strong", {}, "sum of all"), number(signed(found.sum, 4), of("shares"), "sum of all"), ""]);
+  if (found.parts.length > 40) rows.push([`${found.parts.length - 40} more`, number(signed(rest, 4), of("shares", { start: 40 }), "contribution of the rest"), ""]);
+  rows.push([make("strong", {}, "sum"), number(signed(found.sum, 4), of("shares"), "sum"), ""]);
   const lead = found.against ? ` minus that of ${quoted(found.against[1])}` : "";
   const options = [["", "nothing"], ...choices.rows.filter((row) => row.id !== asked.token).map((row) => [row.id, quoted(row.text)])];
   box.replaceChildren(
-    make("p", {}, `The logit of ${quoted(found.token[1])}${lead} is `, number(found.logit.toFixed(4), of("logit"), "logit"), "; the shares add up to it (rounding: ", number(found.error.toExponential(1), of("rounding"), "rounding"), `). The final norm's scale is held fixed, and what a part does through later layers is not in its share.`),
-    select("compare with", options, asked.against ?? "", (against) => change({ against: against === "" ? null : Number(against) })),
-    scroller("Shares", table(`Who wrote the logit of token ${asked.ids.length}`, ["part", "share", "bar"], rows, { numeric: [1] })));
+    make("p", {}, `The logit of ${quoted(found.token[1])}${lead} is `, number(found.logit.toFixed(4), of("logit"), "logit"), "; the contributions add up to it (rounding error ", number(found.error.toExponential(1), of("rounding"), "rounding"), `). These are direct contributions: the final norm's scale is held fixed, and effects through later layers are not included.`),
+    select("minus the logit of", options, asked.against ?? "", (against) => change({ against: against === "" ? null : Number(against) })),
+    scroller("Contributions", table(`Contribution of each component to the logit of token ${asked.ids.length}`, ["component", "contribution", "bar"], rows, { numeric: [1] })));
 }

@@ -14,13 +14,13 @@ import { exportFile, showLink, showPython } from "./share.js";
 const VIEWS = {
   choices: ["Next token", drawChoices],
   attention: ["Attention", drawAttention],
-  lens: ["Lens", drawLens],
+  lens: ["Logit lens", drawLens],
   attribution: ["Attribution", drawAttribution],
-  ablation: ["Change", drawAblation],
-  patch: ["Patch", drawPatch],
+  ablation: ["Ablation", drawAblation],
+  patch: ["Patching", drawPatch],
   cost: ["Cost", drawCost],
   experts: ["Experts", drawExperts],
-  cache: ["Cache", drawCache],
+  cache: ["KV cache", drawCache],
 };
 
 function drawTabs() {
@@ -60,12 +60,12 @@ async function drawOnce() {
   const mine = ++drawing, ids = idsOf(), box = at("view");
   if (!ids.length) {
     shown = "";
-    box.replaceChildren(make("p", { class: "hint" }, "Write something, and look at how each of its tokens came about."));
+    box.replaceChildren(make("p", { class: "hint" }, "Generate something, then select a token to inspect it."));
     return;
   }
   if (state.at < 1) change({ at: 1 }, { quiet: true });
   const key = state.view;
-  const target = shown === key ? box.firstElementChild : make("div", {}, make("p", { class: "hint" }, "Looking …"));
+  const target = shown === key ? box.firstElementChild : make("div", {}, make("p", { class: "hint" }, "Computing …"));
   box.setAttribute("aria-busy", "true");
   if (shown !== key) box.replaceChildren(target);
   try {

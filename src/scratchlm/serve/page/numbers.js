@@ -29,7 +29,7 @@ export async function explain(asked) {
     make("p", { class: "math" }, found.formula),
     make("p", { class: "math" }, "= " + found.numbers),
     make("p", { class: "math result" }, "= " + found.value),
-    parts.length ? make("table", {}, make("caption", {}, "The values in it"), make("tbody", {}, ...parts)) : "",
+    parts.length ? make("table", {}, make("caption", {}, "Values"), make("tbody", {}, ...parts)) : "",
     make("p", {}, "Computed by ", make("code", {}, `${source.file}:${source.line}`), source.file === DEFINITION ? ", the definition; fast implementations are tested equal to it:" : ":"),
     make("pre", { tabindex: "0", "aria-label": "The code" }, ...source.code.map((line, i) =>
       make(source.first + i === source.line ? "mark" : "span", {}, `${String(source.first + i).padStart(4)}  ${line}\n`))));

@@ -126,7 +126,7 @@ for name in look.cache:
 engine = Engine(model, tokenizer=tokenizer, num_pages=64, page_size=${model.page_size})
 for _ in range(2):
     engine.submit(ids[:-1], max_new_tokens=1).result()
-print(engine.scheduler.num_found, "tokens found instead of computed")
+print(engine.scheduler.num_found, "tokens found in the prefix cache")
 `;
   },
 };

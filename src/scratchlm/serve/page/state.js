@@ -3,16 +3,16 @@ import { at } from "./dom.js";
 
 export const SETTINGS = [
   // name, label, default, min, max, step, what it does
-  ["max_tokens", "length", 24, 1, 100000, 1, "How many tokens to write at most."],
-  ["temperature", "temperature", 0.8, 0, 2, 0.05, "Divides the logits: below 1 the likely get likelier, above 1 the unlikely do. 0 always takes the likeliest."],
+  ["max_tokens", "max tokens", 24, 1, 100000, 1, "The most tokens to generate."],
+  ["temperature", "temperature", 0.8, 0, 2, 0.05, "Divides the logits: below 1 sharpens the distribution, above 1 flattens it. 0 is greedy decoding."],
   ["top_k", "top-k", 0, 0, 100000, 1, "Keeps the k likeliest tokens. 0 keeps all."],
   ["top_p", "top-p", 1, 0.01, 1, 0.01, "Keeps the smallest set of likeliest tokens whose probabilities reach p. 1 keeps all."],
   ["min_p", "min-p", 0, 0, 1, 0.01, "Keeps tokens at least p times as likely as the likeliest. 0 keeps all."],
-  ["typical_p", "typical", 1, 0.01, 1, 0.01, "Keeps the tokens whose surprise is nearest the entropy, up to this mass. 1 keeps all."],
-  ["repetition_penalty", "repetition", 1, 0.05, 10, 0.05, "Divides the logits of tokens that occur in prompt or answer. 1 does nothing."],
-  ["presence_penalty", "presence", 0, -2, 2, 0.1, "Subtracted from the logit of every token the answer already has."],
-  ["frequency_penalty", "frequency", 0, -2, 2, 0.1, "Subtracted once for every time the answer already has the token."],
-  ["seed", "seed", 1, 0, 9007199254740991, 1, "The draws are a function of seed and step: the same seed writes the same text."],
+  ["typical_p", "typical-p", 1, 0.01, 1, 0.01, "Keeps the tokens whose surprise is nearest the entropy, up to probability mass p. 1 keeps all."],
+  ["repetition_penalty", "repetition penalty", 1, 0.05, 10, 0.05, "Divides positive logits of tokens that occur in the prompt or the output, and multiplies negative ones. 1 is off."],
+  ["presence_penalty", "presence penalty", 0, -2, 2, 0.1, "Subtracted from the logit of every token that occurs in the output."],
+  ["frequency_penalty", "frequency penalty", 0, -2, 2, 0.1, "Subtracted from a token's logit once for each time it occurs in the output."],
+  ["seed", "seed", 1, 0, 9007199254740991, 1, "Random draws depend on seed and step only: the same seed generates the same text."],
 ];
 
 const first = () => ({

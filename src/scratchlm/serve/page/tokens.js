@@ -1,13 +1,13 @@
-// The text as tokens, coloured by what the model thought of them; and the tree of branches.
+// The text as tokens, coloured by probability, surprise or entropy; and the tree of branches.
 import { at, behind, make, percent, quoted, scroller, shade, table, visible } from "./dom.js";
 import { look } from "./api.js";
 import { number } from "./numbers.js";
 import { change, idsOf, state } from "./state.js";
 
 export const COLOURS = {
-  probability: { name: "probability", text: (t) => percent(t.probability), level: (t) => t.probability, legend: "the stronger the colour, the likelier" },
-  surprise: { name: "surprise", text: (t) => t.surprise.toFixed(2) + " bits", level: (t) => t.surprise / 8, legend: "the stronger the colour, the more surprising (strongest from 8 bits)" },
-  entropy: { name: "entropy", text: (t) => t.entropy.toFixed(2) + " bits", level: (t) => t.entropy / 6, legend: "the stronger the colour, the more was possible (strongest from 6 bits)" },
+  probability: { name: "probability", text: (t) => percent(t.probability), level: (t) => t.probability, legend: "the stronger the colour, the higher" },
+  surprise: { name: "surprise", text: (t) => t.surprise.toFixed(2) + " bits", level: (t) => t.surprise / 8, legend: "−log₂ p; the stronger the colour, the higher (strongest from 8 bits)" },
+  entropy: { name: "entropy", text: (t) => t.entropy.toFixed(2) + " bits", level: (t) => t.entropy / 6, legend: "of the distribution the token was drawn from; the stronger the colour, the higher (strongest from 6 bits)" },
   none: { name: "no colour", text: () => "", level: () => 0, legend: "" },
 };
 export let tokens = []; // of the branch that is shown
@@ -63,7 +63,7 @@ export function drawTokens() {
   const items = tokens.map(item);
   if (tokens.length) {
     const end = make("button", {
-      type: "button", class: "token next", "aria-label": "the token that would come next", title: "the token that would come next",
+      type: "button", class: "token next", "aria-label": "the next token, not generated yet", title: "the next token, not generated yet",
       tabindex: state.at >= tokens.length ? "0" : "-1", onclick: () => change({ at: tokens.length }),
     }, "next…");
     if (state.at === tokens.length) end.setAttribute("aria-current", "true");
@@ -93,20 +93,20 @@ function legend() {
   const colour = COLOURS[state.colour] || COLOURS.probability;
   if (state.colour === "none" || !tokens.length) return [];
   const steps = [0, 2, 4, 6, 8, 10].map((i) => make("i", { class: "shade-" + i }));
-  return [make("span", { class: "ramp", "aria-hidden": "true" }, ...steps), ` ${colour.name}: ${colour.legend}. Underlined tokens were given.`];
+  return [make("span", { class: "ramp", "aria-hidden": "true" }, ...steps), ` ${colour.name}: ${colour.legend}. Underlined: the prompt.`];
 }
 
 function tokensTable() {
   const ids = idsOf();
   const asked = (text, i, kind) => number(text, () => ({ ids: ids.slice(0, i), kind, ...(kind === "entropy" ? {} : { token: ids[i] }) }), kind);
-  const rows = () => tokens.map((t, i) => [String(i), quoted(t.text), String(t.id ?? ""),
-    t.probability === undefined ? "given" : asked(percent(t.probability), i, "probability"), t.rank === undefined ? "" : asked(String(t.rank), i, "rank"),
+  const rows = () => tokens.map((t, i) => [String(i), make("code", {}, quoted(t.text)), String(t.id ?? ""),
+    t.probability === undefined ? "–" : asked(percent(t.probability), i, "probability"), t.rank === undefined ? "" : asked(String(t.rank), i, "rank"),
     t.surprise === undefined ? "" : asked(t.surprise.toFixed(3), i, "surprise"), t.entropy === undefined ? "" : asked(t.entropy.toFixed(3), i, "entropy")]);
-  const made = behind("The same as a table");
+  const made = behind("As a table");
   made.addEventListener("toggle", () => {
     if (made.open && made.children.length === 1) {
-      made.append(scroller("Tokens", table("Every token, and what was thought of it",
-        ["place", "token", "id", "probability", "rank", "surprise, bits", "entropy before, bits"], rows(), { numeric: [0, 2, 3, 4, 5, 6] })));
+      made.append(scroller("Tokens", table("Every token after those before it; surprise and entropy in bits",
+        ["position", "token", "id", "probability", "rank", "surprise", "entropy"], rows(), { numeric: [0, 2, 3, 4, 5, 6] })));
     }
   });
   return made;
@@ -130,13 +130,13 @@ function drawTree() {
   if (box.hidden) { box.replaceChildren(); return; }
   const list = (parent) => make("ul", {}, ...state.branches.map((one, i) => [one, i]).filter(([one]) => one.parent === parent)
     .map(([, i]) => make("li", {}, branchButton(i), ...(state.branches.some((b) => b.parent === i) ? [list(i)] : []))));
-  box.replaceChildren(make("h3", {}, "Branches"), make("p", { class: "hint" }, "Each begins like the one it hangs on. Whole pages of a beginning that was a prompt before are read from the cache."), list(-1));
+  box.replaceChildren(make("h3", {}, "Branches"), make("p", { class: "hint" }, "A branch shares its prefix with its parent. Full pages of a prefix that was a prompt before come from the KV cache."), list(-1));
 }
 
 export const branchTexts = new Map();
 function branchButton(i) {
   const one = state.branches[i], text = branchTexts.get(idsOf(i).join("."));
-  const where = one.parent < 0 ? "the first" : `from token ${one.at}`;
+  const where = one.parent < 0 ? "root" : `from token ${one.at}`;
   const button = make("button", { type: "button", class: "branch", onclick: () => change({ branch: i, at: Math.max(1, Math.min(one.parent < 0 ? one.given : one.at, idsOf(i).length)) }) },
     make("small", {}, where), " " + (text === undefined ? `${one.ids.length} tokens` : visible(text)));
   if (i === state.branch) button.setAttribute("aria-current", "true");
