@@ -80,6 +80,35 @@ def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("train", "--ouput", "x"), "No such option: --ouput. Did you mean --out?"),
+        (("generate", "m", "--num-smaples", "3"), "Did you mean --num-samples?"),
+        (("train", "--batch-size", "3"), "No such option: --batch-size. Did you mean train.batch_"),
+        (("finetune", "--lr", "3"), "No such option: --lr. Did you mean train.lr=…?"),
+        (("generate", "m", "--lr", "3"), "No such option: --lr; see scratchlm generate --help"),
+        (("train", "--verbose"), "No such option: --verbose; see scratchlm train --help"),
+        (("trian",), "No such command 'trian'. Did you mean 'train'? See scratchlm --help"),
+        (("xyzzy",), "No such command 'xyzzy'; see scratchlm --help"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",
+)
+def test_a_name_is_suggested_only_where_one_is_near(arguments, told, scratchlm):
+    result = scratchlm(*arguments)
+    assert result.returncode == 2
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["runs/mine", "path/that/does/not/exist", "./gpt2x"])
+def test_account_takes_a_path_for_a_path(name, scratchlm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = scratchlm("account", name)
+    told = f"error: {name}: no such run, checkpoint, config or model directory\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
+
+
 def test_config_prints_what_config_reads(tmp_path, scratchlm):
     text = scratchlm("config", "llama3.2-1b").stdout
     path = tmp_path / "model.toml"

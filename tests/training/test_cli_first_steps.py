@@ -11,6 +11,8 @@ import torch
 from check.command import run as run_command
 from scratchlm.checkpoint import choose_checkpoint, find_checkpoints, read_manifest, step_of
 from scratchlm.cli import main
+from scratchlm.cli.training_checks import leaving_nothing
+from scratchlm.config import LayerNorm, MoE, Rotary
 from scratchlm.inference import load_model
 from scratchlm.training import read_metrics, read_plan
 from training.tiny import write_data
@@ -258,6 +260,21 @@ EARLY = {
     "vocabulary": (("--tokenizer", "char", "--vocab-size", "300"), "--tokenizer char has its own"),
     "data twice": (("data.train=x.bin",), "as DATA or by data.train, not by both"),
     "held out twice": (("--val", "x.bin", "--val-fraction", "0.2"), "has no effect beside it"),
+    "held out": (("--val", "x.bin"), "--val must be a token file, as `scratchlm prepare` makes"),
+    "all held out": (("--val-fraction", "1"), "--val-fraction must be in [0, 1); got 1.0"),
+    "small vocabulary": (("--vocab-size", "256"), "--vocab-size must be at least 257"),
+    "tasks": (("train.tasks=x.jsonl",), "x.jsonl: no such file"),
+    "section": (("trian.lr=1",), "trian.lr=1: no such file; a change to the config begins with"),
+    "no section": (("lr=1",), "lr=1: no such file; a change to the config begins with"),
+    "steps twice": (("--steps", "3", "train.steps=4"), "give --steps or train.steps, not both"),
+    "set twice": (("--steps", "3", "--set", "train.steps=4"), "give --steps or train.steps"),
+    "accelerate twice": (("--accelerate", "train.accelerate=true"), "or train.accelerate, not"),
+    "long rows": (("train.row_length=4000", "model.context_length=64"), "must not exceed context_"),
+    "kind": (("model.ffn=experts",), "ffn.type must be one of swiglu, mlp, moe; got 'experts'"),
+    "number for kind": (("model.ffn=3",), "ffn.type must be one of swiglu, mlp, moe; got 3"),
+    "kind's key": (("model.ffn=moe",), "missing config key: ffn.num_experts"),
+    "count": (("--params", "many"), "--params: expected a count such as 10M"),
+    "ablation": (("--ablation", "no-rop"), "--ablation must be one of no-rope"),
 }
 
 
@@ -265,7 +282,7 @@ EARLY = {
 def test_what_costs_nothing_to_find_is_refused_before_the_text_is_read(cli, tmp_path, text, name):
     given, message = EARLY[name]
     run = tmp_path / "run"
-    code, _, err = cli("train", text, "--out", run, "--device", "cpu", *given)
+    code, _, err = cli("train", text, "--out", run / "deep", "--device", "cpu", *given)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1, err
@@ -300,3 +317,169 @@ def test_options_for_text_are_refused_where_the_data_is_encoded(cli, tmp_path, g
     assert code == 2
     assert f"{given[0]}" in err
     assert "the data is encoded already" in err
+
+
+# Leaving nothing behind
+
+
+@pytest.fixture
+def other_tokens(cli, tmp_path, text):
+    """Token files of another tokenizer than one that is learnt from the text."""
+    assert cli("tokenizer", "train", text, "--vocab-size", 300, "--out", tmp_path / "tok")[0] == 0
+    options = ("--tokenizer", tmp_path / "tok", "--out", tmp_path / "other")
+    assert cli("prepare", text, *options)[0] == 0
+    return tmp_path / "other" / "val.bin"
+
+
+def test_held_out_tokens_of_another_tokenizer_are_refused_before_encoding(
+    cli, tmp_path, text, other_tokens
+):
+    run = tmp_path / "run"
+    words = ("train", text, "--val", other_tokens, "--out", run)
+    code, _, err = cli(*words, "--vocab-size", 280)
+    assert code == 2
+    assert "was made with another tokenizer than the run's" in err
+    assert "encoding" not in err
+    assert not run.exists()
+    assert cli(*words, "--tokenizer", tmp_path / "tok", "--steps", 1, *SMALL)[0] == 0
+
+
+def test_a_run_refused_after_its_text_is_encoded_leaves_no_folder(cli, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("a cat. " * 9)
+    options = ("--vocab-size", 257, "model.context_length=512")
+    code, _, err = cli("train", short, "--out", tmp_path / "new" / "run", *options)
+    assert code == 2
+    assert "encoding" in err, "it was refused before: it shows nothing"
+    assert not (tmp_path / "new").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    assert cli("train", short, "--out", mine / "run", *options)[0] == 2
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+
+
+def refuse(out, made=(), error=ValueError):
+    """Make files in the folder of a run, then refuse it."""
+    with leaving_nothing(out):
+        for name in made:
+            (out / name).write_bytes(bytes(11))
+        raise error("refused")
+
+
+def test_a_folder_that_another_process_made_is_never_removed(tmp_path):
+    out = tmp_path / "runs" / "mine"
+    with leaving_nothing(out), pytest.raises(ValueError, match="refused"):
+        refuse(out)
+    assert out.is_dir()
+
+
+def test_ctrl_c_before_the_first_step_keeps_only_what_was_encoded(tmp_path):
+    out = tmp_path / "runs" / "mine"
+    for made in ((), ("train.bin",)):
+        with pytest.raises(KeyboardInterrupt):
+            refuse(out, made, KeyboardInterrupt)
+        assert (tmp_path / "runs").exists() == bool(made)
+
+
+def test_only_much_encoded_text_is_kept_when_a_run_is_refused(tmp_path, monkeypatch):
+    for most, kept in ((12, False), (11, True)):
+        monkeypatch.setattr("scratchlm.cli.training_checks.KEEP_BYTES", most)
+        with pytest.raises(ValueError, match="refused"):
+            refuse(tmp_path / "run", ["train.bin"])
+        assert (tmp_path / "run").exists() == kept
+
+
+def test_a_file_in_the_place_of_a_run_is_refused_and_stays(cli, text):
+    code, _, err = cli("train", text, "--out", text)
+    assert (code, err) == (2, f"error: {text} is a file; a run needs a folder\n")
+    assert text.read_text() == TEXT
+
+
+# What has no effect
+
+
+def test_settings_without_effect_are_named(cli, tmp_path, text):
+    unused = {
+        "momentum=0.9": "train.optimizer=muon",
+        "decay_steps=1": "train.schedule=wsd",
+        "backend=gloo": "several ranks",
+        "rank_timeout=9": "several ranks",
+        "eval_batches=1": "held-out data",
+        "patience=2": "held-out data",
+    }
+    words = ("--vocab-size", 280, "--val-fraction", 0, "--steps", 1, *SMALL)
+    code, _, err = cli(
+        "train", text, "--out", tmp_path / "a", *words, *(f"train.{word}" for word in unused)
+    )
+    assert code == 0, err
+    told = [line for line in err.splitlines() if "has no effect" in line]
+    assert told == [
+        f"warning: train.{word.partition('=')[0]} has no effect without {needs}"
+        for word, needs in unused.items()
+    ]
+    used = ("train.optimizer=muon", "train.momentum=0.9", "train.schedule=wsd")
+    code, _, err = cli("train", text, "--out", tmp_path / "b", *words, *used, "train.decay_steps=1")
+    assert code == 0
+    assert "no effect" not in err
+    words = ("train.schedule=constant", "train.min_lr=1e-5")
+    _, _, err = cli("train", text, "--out", tmp_path / "c", "--steps", 1, *SMALL, *words)
+    assert "train.min_lr has no effect without a schedule that falls" in err
+
+
+def test_a_part_is_named_by_its_kind_with_its_keys_in_any_order(cli, tmp_path, text):
+    keys = ("model.ffn.num_experts=4", "model.ffn=moe", "model.ffn.experts_per_token=1")
+    table = 'model.positions={type="rotary", theta=500.0}'
+    words = ("--vocab-size", 280, "--steps", 1, *SMALL, "model.norm=layernorm", *keys, table)
+    code, _, err = cli("train", text, "--out", tmp_path / "run", *words)
+    assert code == 0, err
+    model = read_plan(tmp_path / "run").model
+    assert model.ffn == MoE(num_experts=4, experts_per_token=1)
+    assert model.norm == LayerNorm()
+    assert model.positions == Rotary(theta=500.0)
+
+
+# Going on
+
+
+def test_resume_refuses_data_options_that_contradict_the_run(cli, tmp_path, text, other_tokens):
+    run = tmp_path / "run"
+    begin = ("train", text, "--out", run, "--vocab-size", 280, "--tokenizer", "bpe", *SMALL)
+    assert cli(*begin, "--steps", 1)[0] == 0
+    same = ("--separator", "|", "--val", run / "data" / "val.bin", "--tokenizer", run / "data")
+    code, _, err = cli(*begin[:4], "--resume", "--vocab-size", 280, *same)
+    assert code == 0, err
+    assert "going on with the run's own data" in err
+    assert "note: --separator has no effect now: the run's text is encoded already" in err
+    for given, message in (
+        (("--tokenizer", "char"), "--tokenizer cannot change in a run that was begun; it is bpe"),
+        (("--tokenizer", tmp_path / "tok"), "was begun with another tokenizer than"),
+        (("--tokenizer", tmp_path / "nowhere"), "nowhere: no such tokenizer file"),
+        (("--vocab-size", 270), "--vocab-size cannot change in a run that was begun; it is 280"),
+        (("--val", other_tokens), "--val cannot change in a run that was begun; it is"),
+        (("data.train=x.bin",), "data.train cannot change in a run that was begun"),
+    ):
+        code, _, err = cli("train", "--out", run, "--resume", *given)
+        assert code == 2, given
+        assert message in err
+        assert err.count("\n") == 1, err
+
+
+def test_what_a_run_starts_from_is_named_with_its_checkpoint(cli, tmp_path, overtrained):
+    run, _, _ = overtrained
+    best = choose_checkpoint(run)
+    _, _, err = cli("train", run.parent / "a", "--from", run, "--out", tmp_path, "--steps", 1)
+    assert f"starting from {best}" in err
+
+
+def test_a_head_that_is_not_there_is_refused_before_anything_is_printed(cli, overtrained):
+    run, _, _ = overtrained
+    words = ("next", run, "--prompt", "the cat", "--attention")
+    for where in ("1.0", "0.2", "9", "0.", ".1", "x", "0.1.0", "-1.0"):
+        code, out, err = cli(*words, where)
+        assert (code, out) == (2, ""), where
+        assert f"--attention must be LAYER.HEAD, from 0.0 to 0.1, or LAYER; got {where!r}" in err
+    for where in ("0.1", "0"):
+        code, out, _ = cli(*words, where)
+        assert code == 0
+        assert "looks at" in out or "look at" in out

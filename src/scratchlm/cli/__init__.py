@@ -139,8 +139,24 @@ def _explain(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return
-    if near := getattr(error, "possibilities", None):  # click's own take anything for near
-        error.possibilities = get_close_matches(error.option_name, near, 1, 0.75)
     command = error.ctx.command_path if error.ctx else "scratchlm"
-    message = f"error: {fold(error.format_message()).rstrip('.')}; see {command} --help"
-    say(fit_terminal(message), err=True)
+    message = error.format_message()
+    if type(error).__name__ == "NoSuchOption":  # click takes anything for near
+        message = f"No such option: {error.option_name}{_meant(error, command)}"
+    message = fold(message).rstrip(".")
+    see = " See" if message.endswith("?") else "; see"
+    say(fit_terminal(f"error: {message}{see} {command} --help"), err=True)
+
+
+def _meant(error: Any, command: str) -> str:
+    """Ask whether an option that there is was meant, where one is near; of settings, the key."""
+    options = [name for param in error.ctx.command.params for name in param.opts]
+    if near := get_close_matches(error.option_name, options, 1, 0.75):
+        return f". Did you mean {near[0]}?"
+    if command in ("scratchlm train", "scratchlm finetune"):
+        from scratchlm.training import TrainConfig
+
+        name = error.option_name.strip("-").replace("-", "_")
+        if name in TrainConfig.__dataclass_fields__:
+            return f". Did you mean train.{name}=…?"
+    return ""

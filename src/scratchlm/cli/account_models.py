@@ -31,7 +31,7 @@ def find_model(name: str) -> ModelConfig:
         from scratchlm.interop import read_gguf  # needs torch
 
         return read_gguf(path).config
-    if len(path.parts) > 1:
+    if "/" in name:
         raise ScratchLMError(f"{name}: no such run, checkpoint, config or model directory")
     return preset(name)
 

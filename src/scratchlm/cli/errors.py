@@ -84,6 +84,7 @@ _OPTIONS = {
     r"\blength_penalty\b": "--length-penalty",
     r"(?<!-)\btop_([kp])\b": r"--top-\1",
     r"\bmin_p\b": "--min-p",
+    r"^ablation must": "--ablation must",
     r"\b(repetition|presence|frequency)_penalty\b": r"--\1-penalty",
 }
 

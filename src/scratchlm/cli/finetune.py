@@ -107,7 +107,7 @@ def finetune(
     With --task, data are texts with labels, or questions with contexts and answers; `predict` uses
     such a model.
     """
-    from scratchlm.cli.train import join, rank_settings
+    from scratchlm.cli.train import join, rank_settings, set_by_option
     from scratchlm.cli.training_setup import absolute_tasks
     from scratchlm.cli.tuning_setup import TuneArgs
     from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
@@ -119,10 +119,7 @@ def finetune(
     table = overrides.get("train", {})
     if table.get("tasks"):
         table["tasks"] = absolute_tasks(table["tasks"])
-    if steps is not None:
-        table["steps"] = steps
-    if accelerate is not None:
-        table["accelerate"] = accelerate
+    set_by_option(table, steps=steps, accelerate=accelerate)
     words = None if targets is None else tuple(word.strip() for word in targets.split(","))
     lora = {"rank": rank, "alpha": alpha, "dropout": dropout, "targets": words}
     lora |= {"rslora": rslora or None, "dora": dora or None}
@@ -156,8 +153,14 @@ def finetune(
 
 def _finetune(args: Any, resume: bool, device: str, tensorboard: bool, ranks: Ranks | None) -> int:
     from scratchlm.cli.task_setup import head_figures
-    from scratchlm.cli.train import carry_out, choose_device, look_at_machine, plan_for_all
-    from scratchlm.cli.training_checks import check_place
+    from scratchlm.cli.train import (
+        carry_out,
+        choose_device,
+        look_at_machine,
+        plan_for_all,
+        say_progress,
+    )
+    from scratchlm.cli.training_checks import check_place, leaving_nothing, name_unused
     from scratchlm.cli.training_console import TensorBoard
     from scratchlm.training.checks import check_overrides
 
@@ -169,24 +172,28 @@ def _finetune(args: Any, resume: bool, device: str, tensorboard: bool, ranks: Ra
         check_place(args.out, resume)
         check_overrides(args.overrides, where.type, ranks)
         machine = look_at_machine(where)
-        return machine, _plan(args, machine)
+        plan = _plan(args, machine)
+        name_unused(args.overrides, plan, ranks, say_progress)
+        return machine, plan
 
-    machine, plan = plan_for_all(args.out, make, ranks)
-    has_head = plan.tuning is not None and plan.tuning.head is not None
-    return carry_out(
-        "finetune",
-        args.out,
-        plan,
-        machine,
-        resume=resume,
-        device=where,
-        ops="fast",
-        sample=None if has_head else _sampler(plan),
-        run_tasks=head_figures(plan) if has_head else None,
-        bytes_per_id=None,
-        tensorboard=tensorboard and (ranks is None or ranks.is_first),
-        ranks=ranks,
-    )
+    is_first = ranks is None or ranks.is_first
+    with leaving_nothing(args.out) if is_first else contextlib.nullcontext():
+        machine, plan = plan_for_all(args.out, make, ranks)
+        has_head = plan.tuning is not None and plan.tuning.head is not None
+        return carry_out(
+            "finetune",
+            args.out,
+            plan,
+            machine,
+            resume=resume,
+            device=where,
+            ops="fast",
+            sample=None if has_head else _sampler(plan),
+            run_tasks=head_figures(plan) if has_head else None,
+            bytes_per_id=None,
+            tensorboard=tensorboard and is_first,
+            ranks=ranks,
+        )
 
 
 def _plan(args: Any, machine: Machine) -> Plan:

@@ -89,8 +89,11 @@ def _find(path: Path) -> tuple[Path, ModelConfig]:
 
 
 def start_folder(path: Path) -> Path:
-    """Return the folder of the weights a run starts from: of a run, its best checkpoint."""
-    return _find(path)[0]
+    """Return the folder of the weights a run starts from: of a run, its best checkpoint.
+
+    One that is gone is named as it was: the run has its weights already.
+    """
+    return _find(path)[0] if path.is_dir() else path
 
 
 def fine_tuning_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainConfig:

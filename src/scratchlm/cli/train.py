@@ -124,13 +124,8 @@ def train(
                 f"{word}: no such file; a change to the config begins with "
                 f"{', '.join(SECTIONS[:-1])} or {SECTIONS[-1]}, as in train.lr=1e-3"
             )
-    if steps is not None and any(word.startswith("train.steps=") for word in changes):
-        raise ValueError("give the steps as --steps or as train.steps, not as both")
-    overrides = parse_overrides([*changes, *(set_ or [])])
-    if steps is not None:
-        overrides.setdefault("train", {})["steps"] = steps
-    if accelerate is not None:
-        overrides.setdefault("train", {})["accelerate"] = accelerate
+    overrides = parse_overrides(with_kinds([*changes, *(set_ or [])]))
+    set_by_option(overrides.setdefault("train", {}), steps=steps, accelerate=accelerate)
     args = TrainArgs(
         data=[word for word in words if word not in changes],
         out=out,
@@ -157,6 +152,21 @@ def train(
         status = _train(args, resume, device, ops, prompt, tensorboard, ranks)
     if status:
         raise typer.Exit(status)
+
+
+def with_kinds(changes: list[str]) -> list[str]:
+    """Read model.ffn=moe as model.ffn.type=moe, so that the part's own keys go beside it."""
+    kind = r"^\s*(model\.(?:positions|ffn|norm))\s*=(?!\s*\{)"
+    return [re.sub(kind, r"\1.type=", change) for change in changes]
+
+
+def set_by_option(table: dict[str, Any], **options: Any) -> None:
+    """Put what options say into a table of settings, which must not say it too."""
+    for name, value in options.items():
+        if value is not None and name in table:
+            raise ValueError(f"give --{name} or train.{name}, not both")
+        if value is not None:
+            table[name] = value
 
 
 def join(
@@ -189,7 +199,7 @@ def _train(
     tensorboard: bool,
     ranks: Ranks | None,
 ) -> int:
-    from scratchlm.cli.training_checks import check_place, leaving_nothing
+    from scratchlm.cli.training_checks import check_place, leaving_nothing, name_unused
     from scratchlm.cli.training_console import TensorBoard
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
     from scratchlm.ops import OPS
@@ -209,7 +219,7 @@ def _train(
         check_overrides(given.get("train", {}), where.type, ranks)
         machine = look_at_machine(where)
         plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
-        _name_unused(args.overrides.get("train", {}), plan.train, ranks)
+        name_unused(args.overrides.get("train", {}), plan, ranks, say_progress)
         return machine, plan
 
     is_first = ranks is None or ranks.is_first
@@ -229,18 +239,6 @@ def _train(
             tensorboard=tensorboard and is_first,
             ranks=ranks,
         )
-
-
-def _name_unused(typed: dict[str, Any], settings: TrainConfig, ranks: Ranks | None) -> None:
-    """Name the settings that were typed and have no effect beside the others."""
-    uses = {
-        "momentum": (settings.optimizer == "muon", "train.optimizer=muon"),
-        "decay_steps": (settings.schedule == "wsd", "train.schedule=wsd"),
-        "backend": (ranks is not None, "several ranks"),
-    }
-    for name, (has_effect, needs) in uses.items():
-        if typed.get(name) is not None and not has_effect:
-            say_progress(f"warning: train.{name} has no effect without {needs}")
 
 
 def plan_for_all(

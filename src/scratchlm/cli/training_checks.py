@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from scratchlm.checkpoint import is_checkpoint
 from scratchlm.config import ModelConfig
-from scratchlm.data.token_file import token_paths
+from scratchlm.data.token_file import read_sidecar, token_paths
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory
 from scratchlm.training import has_run
 
 if TYPE_CHECKING:
     from scratchlm.cli.training_setup import TrainArgs
+    from scratchlm.parallel.ranks import Ranks
+    from scratchlm.training import Plan
 
 SMALLEST_VOCABULARY = 512
 TOKENS = tuple(10**power for power in range(2, 11))  # of any text there may be
 KEEP_BYTES = 64 << 20  # of encoded text: more than this is not thrown away for an error
 OF_A_RUN = {".lock", "data", "metrics.jsonl", "report.html", "loss.png", "tensorboard"}
 
+Say = Callable[[str], None]
 ModelOf = Callable[[int, int], ModelConfig]  # of so many tokens and such a vocabulary
 
 
@@ -32,7 +35,9 @@ def check_place(out: Path, resume: bool) -> None:
         raise ScratchLMError(
             f"{out} holds a run already: --resume goes on with it, another --out begins a new one"
         )
-    if has_run(out) or not out.is_dir():
+    if out.exists() and not out.is_dir():
+        raise ScratchLMError(f"{out} is a file; a run needs a folder")
+    if has_run(out) or not out.exists():
         return
     if is_checkpoint(out) or is_hf_directory(out):
         raise ScratchLMError(
@@ -47,16 +52,29 @@ def check_place(out: Path, resume: bool) -> None:
 
 @contextlib.contextmanager
 def leaving_nothing(out: Path) -> Iterator[None]:
-    """Take a folder that was made for a run away again if the run is refused."""
-    existed = out.exists()
+    """Make the folder of a run; take away what was made if the run is refused.
+
+    Only who made the folder removes it: another process may be at work in one that was there.
+    """
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        made = []
     try:
         yield
-    except (ScratchLMError, TypeError, ValueError, OSError):
-        if not existed and out.is_dir() and not has_run(out):
-            size = sum(path.lstat().st_size for path in out.rglob("*") if path.is_file())
-            if size < KEEP_BYTES:
-                shutil.rmtree(out, ignore_errors=True)
+    except BaseException as error:
+        is_refusal = isinstance(error, (ScratchLMError, TypeError, ValueError, OSError))
+        if made and is_refusal and not has_run(out) and _size(out) < KEEP_BYTES:
+            shutil.rmtree(out, ignore_errors=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # what is not empty stays
+                folder.rmdir()
         raise
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_model(
@@ -111,6 +129,84 @@ def check_data(args: TrainArgs, table: dict[str, Any], is_text: bool) -> None:
             f"--vocab-size is for a tokenizer that is learnt; --tokenizer {args.tokenizer} has its "
             "own vocabulary"
         )
+
+
+def check_val(path: Path | None, fingerprint: str) -> None:
+    """Refuse held-out tokens of another tokenizer: their ids mean something else."""
+    if path is not None and (found := read_sidecar(path).tokenizer) != fingerprint:
+        raise ScratchLMError(
+            f"--val {path} was made with another tokenizer than the run's: fingerprint "
+            f"{found[:16]}, not {fingerprint[:16]}"
+        )
+
+
+def check_same_data(args: TrainArgs, table: dict[str, Any], plan: Plan, say: Say) -> None:
+    """Refuse data options that contradict those a run was begun with; name those not looked at."""
+    if args.data:
+        say(f"going on with the run's own data, {plan.data.train.parent}")
+    for name, path in table.items():
+        if Path(path).absolute() != getattr(plan.data, name, None):
+            raise ValueError(f"data.{name} cannot change in a run that was begun")
+    if args.val is not None and token_paths(args.val)[0].absolute() != plan.data.val:
+        raise ValueError(
+            f"--val cannot change in a run that was begun; it is {plan.data.val or 'not set'}"
+        )
+    if args.tokenizer is not None:
+        _check_same_tokenizer(args.tokenizer, plan)
+    if args.vocab_size is not None:
+        held = read_sidecar(plan.data.train).vocab_size
+        if args.vocab_size < held:  # a short text fills no large vocabulary
+            raise ValueError(f"--vocab-size cannot change in a run that was begun; it is {held:,}")
+    options = {
+        "--val-fraction": args.val_fraction,
+        "--separator": args.separator,
+        "--field": args.text_field,
+    }
+    for name, value in options.items():
+        if value is not None:
+            say(f"note: {name} has no effect now: the run's text is encoded already")
+
+
+def _check_same_tokenizer(name: str, plan: Plan) -> None:
+    from scratchlm.tokenizer import CharTokenizer, load_tokenizer
+
+    if name in ("bpe", "char"):
+        if plan.data.tokenizer is not None:
+            is_char = isinstance(load_tokenizer(plan.data.tokenizer), CharTokenizer)
+            if is_char != (name == "char"):
+                held = "char" if is_char else "bpe"
+                raise ValueError(f"--tokenizer cannot change in a run that was begun; it is {held}")
+        return
+    asked, held = load_tokenizer(name).fingerprint(), read_sidecar(plan.data.train).tokenizer
+    if asked != held:
+        raise ScratchLMError(
+            f"the run was begun with another tokenizer than {name}: fingerprint {held[:16]}, not "
+            f"{asked[:16]}"
+        )
+
+
+def check_tasks(tasks: Any) -> None:
+    """Refuse tasks whose files are not there."""
+    for name in tasks.split(",") if isinstance(tasks, str) and tasks else ():
+        if not Path(name).is_file():
+            raise ScratchLMError(f"train.tasks: {name}: no such file")
+
+
+def name_unused(typed: dict[str, Any], plan: Plan, ranks: Ranks | None, say: Say) -> None:
+    """Name the settings that were typed and have no effect beside the others."""
+    settings, has_val = plan.train, plan.data.val is not None
+    uses = {
+        "momentum": (settings.optimizer == "muon", "train.optimizer=muon"),
+        "decay_steps": (settings.schedule == "wsd", "train.schedule=wsd"),
+        "min_lr": (settings.schedule != "constant", "a schedule that falls"),
+        "backend": (ranks is not None, "several ranks"),
+        "rank_timeout": (ranks is not None, "several ranks"),
+        "eval_batches": (has_val, "held-out data"),
+        "patience": (has_val, "held-out data"),
+    }
+    for name, (has_effect, needs) in uses.items():
+        if typed.get(name) is not None and not has_effect:
+            say(f"warning: train.{name} has no effect without {needs}")
 
 
 def check_start(args: TrainArgs, model_table: dict[str, Any]) -> None:

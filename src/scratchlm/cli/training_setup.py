@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scratchlm.cli.starting import fine_tuning_settings, start_model
-from scratchlm.cli.training_checks import check_data, check_model, check_start
+from scratchlm.cli.training_checks import (
+    Say,
+    check_data,
+    check_model,
+    check_same_data,
+    check_start,
+    check_tasks,
+    check_val,
+)
 from scratchlm.config import ModelConfig, from_dict, load_config, preset, to_dict
 from scratchlm.data.sources import Source, find_sources
 from scratchlm.data.token_file import read_sidecar, token_paths
@@ -34,8 +42,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VAL_FRACTION, TEXT_FIELD = 0.1, "text"
 SPOOL_BYTES = 256 << 20  # of text taken out of JSON Lines or Parquet to train a tokenizer on
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     if args.start is not None and args.start.absolute() != plan.start:
         began = f"from {plan.start}" if plan.start else "with random weights"
         raise ValueError(f"{args.out} was begun {began}, not from {args.start}")
-    _check_same_data(args, plan, say)
+    check_same_data(args, tables.get("data", {}), plan, say)
     table = tables.get("model", {})
     if args.preset or args.params or args.ablation or table:
         if args.preset or args.params or "num_layers" in table:
@@ -131,44 +137,6 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     return replace(
         plan, train=settings, changed=frozenset({**dict(plan.changed), **lasting}.items())
     )
-
-
-def _check_same_data(args: TrainArgs, plan: Plan, say: Say) -> None:
-    """Refuse data options that contradict those a run was begun with; name those not looked at."""
-    from scratchlm.data import tokenizer_fingerprint
-
-    info = read_sidecar(plan.data.train)
-    if args.tokenizer not in (None, "bpe", "char"):
-        assert args.tokenizer is not None
-        asked = tokenizer_fingerprint(args.tokenizer)
-        if asked != info.tokenizer:
-            raise ScratchLMError(
-                f"{args.out} was begun with another tokenizer than {args.tokenizer}: "
-                f"fingerprint {info.tokenizer[:16]}, not {asked[:16]}"
-            )
-    if args.vocab_size is not None and args.vocab_size < info.vocab_size:
-        raise ValueError(
-            f"{args.out} was begun with a vocabulary of {info.vocab_size:,}; it cannot become "
-            f"{args.vocab_size:,} now"
-        )
-    if args.val is not None and token_paths(args.val)[0].absolute() != plan.data.val:
-        raise ValueError(f"{args.out} is validated on {plan.data.val}; it cannot change now")
-    options = {
-        "--val-fraction": args.val_fraction,
-        "--separator": args.separator,
-        "--field": args.text_field,
-    }
-    unused = [name for name, value in options.items() if value is not None]
-    if args.data:
-        rest = f"; {', '.join(unused)} belong to its beginning" if unused else ""
-        say(f"going on with the run's own data, {plan.data.train.parent}{rest}")
-
-
-def check_tasks(tasks: Any) -> None:
-    """Refuse tasks whose files are not there."""
-    for name in tasks.split(",") if isinstance(tasks, str) else ():
-        if not Path(name).is_file():
-            raise ScratchLMError(f"train.tasks: {name}: no such file")
 
 
 def config_tables(args: TrainArgs) -> dict[str, Any]:
@@ -216,20 +184,25 @@ def _model(
         if args.preset:
             model = preset(args.preset).replace(vocab_size=vocab_size)
         else:
-            params = parse_count(args.params) if args.params else None
-            model = choose_model(tokens, vocab_size, machine, params)
+            model = choose_model(tokens, vocab_size, machine, _count(args.params))
         model = change_model(model, table)
     return ablate(model, args.ablation) if args.ablation else model
+
+
+def _count(params: str | None) -> int | None:
+    try:
+        return None if params is None else parse_count(params)
+    except ValueError as error:
+        raise ValueError(f"--params: {error}") from None
 
 
 def change_model(model: ModelConfig, table: dict[str, Any]) -> ModelConfig:
     """Change fields of a model; sizes that follow from others follow, parts are merged."""
     whole, changes = to_dict(model), {}
     for name, value in table.items():
-        if isinstance(value, str) and isinstance(whole.get(name), dict):  # a part by its kind
-            value = getattr(from_dict({**whole, name: {"type": value}}), name)
-        if isinstance(value, dict):
-            value = getattr(from_dict(merge(whole, {name: value})), name)
+        if isinstance(whole.get(name), dict):
+            part = value if isinstance(value, dict) else {"type": value}  # a part by its kind
+            value = getattr(from_dict(merge(whole, {name: part})), name)
         changes[name] = value
     return model.replace(**changes) if changes else model
 
@@ -285,6 +258,7 @@ def _from_text(args: TrainArgs, machine: Machine, say: Say) -> DataFiles:
     size = sum(source.size for source in sources)
     separator = args.separator or _found_separator(sources, say)
     tokenizer = _tokenizer(args, sources, size, machine, say)
+    check_val(args.val, tokenizer.fingerprint())
     folder = args.out / "data"
     fraction = VAL_FRACTION if args.val_fraction is None else args.val_fraction
     say(f"encoding {size / 1e6:,.1f} MB with {tokenizer.vocab_size:,} tokens")
