@@ -98,6 +98,21 @@ def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
     assert cases[0].keys() >= {"model", "task", "case", "loglikelihoods", "chosen"}
 
 
+def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, monkeypatch, capsys):
+    from matplotlib.axes import Axes
+
+    drawn, barh = [], Axes.barh
+    monkeypatch.setattr(
+        Axes, "barh", lambda self, *a, **k: drawn.append(a[1]) or barh(self, *a, **k)
+    )
+    (place / "others").mkdir()
+    (place / "others" / "choices.jsonl").write_text(CHOICES.replace('"answer": 0', '"answer": 1'))
+    words = ("choices.jsonl", "others/choices.jsonl", "--plot", "out.png")
+    code, _, err = call(monkeypatch, capsys, "one", *words)
+    assert code == 0, err
+    assert sorted(drawn[0]) == [0, 1]  # right in the one is wrong in the other
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -114,11 +129,18 @@ def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
             "--plot must be a name that ends in .png",
         ),
         (("one", "choices.jsonl", "--cases", "no/such.jsonl"), "there is no folder no"),
+        (("one", "choices.jsonl", "--cases", "two"), "two: a folder is there already"),
+        (("one", "choices.jsonl", "--plot", "a.png", "--cases", "a.png"), "something else is to"),
+        (("one", "held-out.txt", "--context-length", "0"), "--context-length must be at least 1"),
+        (("one", "choices.jsonl", "long.jsonl"), "long: case 2: a continuation of 60 tokens"),
+        (("one", "asked.jsonl"), "asked: case 1: an answer of 60 tokens does not fit"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_is_wrong_is_one_line(place, monkeypatch, capsys, words, told):
     (place / "broken.jsonl").write_text(NEXT + "{\n")
+    (place / "long.jsonl").write_text(NEXT + json.dumps({"context": "a", "next": "b" * 60}))
+    (place / "asked.jsonl").write_text('{"prompt": "a", "answer": "b", "max_new_tokens": 60}')
     before = sorted(place.rglob("*"))
     code, out, err = call(monkeypatch, capsys, *words)
     assert code == 2

@@ -160,7 +160,9 @@ def test_contexts_that_do_not_fit_lose_their_beginning_and_are_counted():
     assert found.cases[0]["probability"] == pytest.approx(values.sum().exp().item(), rel=1e-3)
     with pytest.raises(ScratchLMError, match="does not fit the context of 32"):
         Evaluator(loaded()).run(task({"context": "a", "next": "y" * 33}))
-    with pytest.raises(ScratchLMError, match="made-up: an answer of 32 tokens does not fit"):
+    with pytest.raises(
+        ScratchLMError, match="made-up: case 1: an answer of 32 tokens does not fit"
+    ):
         Evaluator(loaded()).run(task({"prompt": "a", "answer": "b", "max_new_tokens": 32}))
     found = Evaluator(loaded(eos_ids=())).run(task({"prompt": "a", "answer": "b", "stop": ["~~"]}))
     assert len(found.cases[0]["text"].encode()) <= 3 * CONTEXT // 2  # half the context, by default
@@ -183,8 +185,10 @@ def test_a_pair_is_cut_where_the_context_alone_ends():
 def test_a_file_is_read_line_by_line_and_named_after_itself(tmp_path):
     path = tmp_path / "capitals.jsonl"
     path.write_text('{"context": "a", "next": "b"}\n\n{"next": "d", "context": "c"}\n')
-    found = read_task(path)
+    found, content = read_task(path), path.read_bytes()
     assert (found.name, found.kind, len(found.cases)) == ("capitals", "next", 2)
+    path.rename(tmp_path / "capitals.ndjson").write_bytes(b"\xef\xbb\xbf" + content)
+    assert read_task(tmp_path / "capitals.ndjson") == found
 
 
 GOOD = b'{"text": "a"}\n'
@@ -212,6 +216,7 @@ GOOD = b'{"text": "a"}\n'
         ([b'{"prompt": "a", "answer": []}\n'], "answer must be texts"),
         ([b'{"prompt": "a", "answer": "b", "max_new_tokens": 0}\n'], "above 0; got '0'"),
         ([b"\xff\n"], "line 1: not valid JSON"),
+        ([GOOD, b'{"text": "\\ud800"}\n'], "line 2: it holds half a surrogate pair"),
         ([b"\n"], "holds no cases"),
         ([b'{"text": "' + b"a" * (16 << 20)], "must not exceed 16,777,216 bytes"),
     ],

@@ -76,6 +76,8 @@ def evaluate(
 
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1; got {batch_size}")
+    if context_length is not None and context_length < 1:
+        raise ValueError(f"--context-length must be at least 1; got {context_length}")
     output.check_places(plot, "--plot", cases)
     models, tasks = running.split_arguments(model, data or [])
     wanted = running.Wanted(

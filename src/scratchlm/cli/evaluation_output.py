@@ -157,6 +157,10 @@ def check_places(picture: Path | None, option: str, *others: Path | None) -> Non
     for path in (picture, *others):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path}: a folder is there already")
+    if picture is not None and picture in others:
+        raise ValueError(f"{option} {picture}: something else is to be written there")
 
 
 def write_cases(path: Path, found: Sequence[OfModel]) -> None:
@@ -185,11 +189,11 @@ def write_plot(path: Path, found: Sequence[OfModel]) -> None:
     """Draw the main figure of every task, with its interval, models side by side."""
     from matplotlib.figure import Figure
 
-    groups: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
-    for result in found[0].results:
+    groups: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+    for place, result in enumerate(found[0].results):
         name = _DRAWN.get(result.kind, next(iter(result.metrics)))
         name = name if name in result.metrics else "loss"
-        groups[name in _LOSSES or "perplexity" in name].append((result.task, name))
+        groups[name in _LOSSES or "perplexity" in name].append((place, name))
     panels = [(is_loss, tasks) for is_loss, tasks in groups.items() if tasks]
     rows = max(len(tasks) for _, tasks in panels)
     height = 1.3 + 0.3 * rows * (len(found) + 1)
@@ -207,14 +211,14 @@ def write_plot(path: Path, found: Sequence[OfModel]) -> None:
 
 
 def _draw(
-    axes: Any, tasks: Sequence[tuple[str, str]], found: Sequence[OfModel], is_loss: bool
+    axes: Any, tasks: Sequence[tuple[int, str]], found: Sequence[OfModel], is_loss: bool
 ) -> None:
+    """Draw bars of tasks, each by its place among the results and the figure's name."""
     from scratchlm.training.plots import COLOURS, GREY
 
     height, top = 0.8 / len(found), 0.0
     for index, (one, model) in enumerate(zip(found, short_names(found), strict=True)):
-        by_task = {result.task: result for result in one.results}
-        metrics = [by_task[task].metrics[name] for task, name in tasks]
+        metrics = [one.results[place].metrics[name] for place, name in tasks]
         top = max(top, *(m.value for m in metrics))
         places = [row + (index - (len(found) - 1) / 2) * height for row in range(len(tasks))]
         errors = [
@@ -230,7 +234,7 @@ def _draw(
             error_kw={"lw": 1, "capsize": 2, "ecolor": "#374151"},
             label=visible(model).replace("$", r"\$"),
         )
-    labels = [f"{task}\n{name.replace('_', ' ')}" for task, name in tasks]
+    labels = [f"{found[0].results[at].task}\n{name.replace('_', ' ')}" for at, name in tasks]
     axes.set_yticks(range(len(tasks)), [visible(label).replace("$", r"\$") for label in labels])
     axes.set_xlim(left=0)
     if not is_loss and top <= 1:

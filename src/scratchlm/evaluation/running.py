@@ -7,8 +7,9 @@ result.metrics["accuracy"]                        # Estimate(value, low, high)
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,9 +101,7 @@ class Evaluator:
         return self._result(task, metrics, cases, tokens=sum(counts), bytes=sum(sizes))
 
     def _choices(self, task: tasks.Task) -> Result:
-        pairs, cut = self._pairs(
-            task, [(case.context, choice) for case in task.cases for choice in case.choices]
-        )
+        pairs, cut = self._pairs([(case.context, case.choices) for case in task.cases])
         totals = iter([scored.total for scored in self.likelihoods(pairs)])
         cases, right, right_by_length = [], 0, 0
         for case in task.cases:
@@ -127,9 +126,10 @@ class Evaluator:
     def _answers(self, task: tasks.Task) -> Result:
         prompts, cut = [], 0
         usual = min(tasks.MAX_NEW_TOKENS, max(1, self.context // 2))
-        for case in task.cases:
+        for number, case in enumerate(task.cases, start=1):
             limit = case.max_new_tokens or usual
-            ids, was_cut = fit_prompt(self.loaded, case.prompt, limit)
+            with _in_case(number):
+                ids, was_cut = fit_prompt(self.loaded, case.prompt, limit)
             prompts.append((ids, limit, case.stop))
             cut += was_cut
         cases, right = [], 0
@@ -142,7 +142,7 @@ class Evaluator:
         return self._result(task, metrics, cases, cut=cut)
 
     def _next(self, task: tasks.Task) -> Result:
-        pairs, cut = self._pairs(task, [(case.context, case.word) for case in task.cases])
+        pairs, cut = self._pairs([(case.context, (case.word,)) for case in task.cases])
         scored = self.likelihoods(pairs, num_logprobs=min(BEST, self.loaded.config.vocab_size))
         cases = [
             {
@@ -184,14 +184,18 @@ class Evaluator:
         self.engine.run()
         return [handle.result() for handle in handles]
 
-    def _pairs(self, task: tasks.Task, texts: Sequence[tuple[str, str]]) -> tuple[list[Pair], int]:
+    def _pairs(self, texts: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[Pair], int]:
+        """Encode the context and the continuations of each case; count those that were cut."""
         pairs, cut = [], 0
-        for context, continuation in texts:
-            pair, was_cut = fit_pair(encode_pair(self.loaded, context, continuation), self.context)
-            if not pair[1]:
-                raise ScratchLMError(f"{task.name}: {continuation!r:.40} has no token of its own")
-            pairs.append(pair)
-            cut += was_cut
+        for number, (context, continuations) in enumerate(texts, start=1):
+            for continuation in continuations:
+                with _in_case(number):
+                    whole = encode_pair(self.loaded, context, continuation)
+                    pair, was_cut = fit_pair(whole, self.context)
+                    if not pair[1]:
+                        raise ScratchLMError(f"{continuation!r:.40} has no token of its own")
+                pairs.append(pair)
+                cut += was_cut
         return pairs, cut
 
     def _result(
@@ -204,6 +208,15 @@ class Evaluator:
     ) -> Result:
         counts = {"cases": len(cases), **counts, **({"cut": cut} if cut else {})}
         return Result(task.name, task.kind, metrics, counts, cases)
+
+
+@contextlib.contextmanager
+def _in_case(number: int) -> Iterator[None]:
+    """Say which case an error is of."""
+    try:
+        yield
+    except ScratchLMError as error:
+        raise ScratchLMError(f"case {number:,}: {error}") from None
 
 
 def make_engine(

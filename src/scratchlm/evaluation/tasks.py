@@ -11,7 +11,9 @@ with its number.
 
 from __future__ import annotations
 
+import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +86,7 @@ def read_task(path: str | os.PathLike[str]) -> Task:
     path = Path(path)
     with open_regular(path) as file:
         lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
-        return parse_task(lines, path.name.removesuffix(".jsonl"), str(path))
+        return parse_task(lines, path.name.removesuffix(path.suffix), str(path))
 
 
 def parse_task(lines: Iterable[bytes], name: str, where: str | None = None) -> Task:
@@ -96,13 +98,16 @@ def parse_task(lines: Iterable[bytes], name: str, where: str | None = None) -> T
         at = f"{where}: line {number}"
         if len(line) >= MAX_LINE_BYTES:
             raise ScratchLMError(f"{at}: must not exceed {MAX_LINE_BYTES:,} bytes")
-        table = parse_json(line, at)
+        table = parse_json(line.removeprefix(BOM_UTF8) if number == 1 else line, at)
         try:
+            json.dumps(table, ensure_ascii=False).encode()
             found = _kind(table)
             if kind and found != kind:
                 raise ValueError(f"a case of kind {found} among cases of kind {kind}")
             kind = found
             cases.append(_case(kind, table))
+        except UnicodeEncodeError:
+            raise ScratchLMError(f"{at}: it holds half a surrogate pair") from None
         except (TypeError, ValueError) as error:
             raise ScratchLMError(f"{at}: {brief(error)}") from None
     if not cases:
