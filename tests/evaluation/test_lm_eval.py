@@ -115,6 +115,19 @@ def test_every_generation_is_that_of_hf(both):
     assert len(set(found)) > 5
 
 
+def test_ids_beyond_the_tokenizer_leave_no_text(tmp_path):
+    tokenizer = byte_tokenizer(END)
+    model = tiny_model(2 * tokenizer.vocab_size, CONTEXT, seed=1)  # as of Qwen, rounded up
+    path = write_hf(tmp_path / "m", model.config, model.state_dict(), tokenizer.save(tmp_path))
+    theirs = HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=3)
+    requests = instances(
+        "generate_until",
+        [(f"{start} cat", {"until": ["\n"], "max_gen_toks": 12}) for start in "abcdef"],
+    )
+    expected = theirs.generate_until(requests, disable_tqdm=True)
+    assert ScratchLMForHarness(Evaluator(load_model(path))).generate_until(requests) == expected
+
+
 def test_chats_are_written_as_hf_writes_them(both):
     ours, theirs = both
     chat = [

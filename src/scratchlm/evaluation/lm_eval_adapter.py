@@ -90,10 +90,11 @@ class ScratchLMForHarness(TemplateLM):
         return tokenizer.encode(string)
 
     def tok_decode(self, ids: Sequence[int]) -> str:
-        """Decode an answer, without special tokens."""
+        """Decode an answer, without special tokens and without ids that stand for none."""
         tokenizer = self.evaluator.tokenizer
         special = set(tokenizer.special_tokens.values())
-        return tokenizer.decode([token for token in ids if token not in special])
+        known = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else range(tokenizer.vocab_size)
+        return tokenizer.decode([token for token in ids if token in known and token not in special])
 
     # Chats
 
