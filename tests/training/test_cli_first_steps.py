@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,15 @@ def test_the_epochs_of_a_run_are_said_and_its_throughput_is_the_mean(cli, overtr
     code, out, _ = cli("compare", run, "--out", tmp_path / "c.png")
     assert code == 0
     assert f"{mean:,.0f}" in out
+
+
+def test_compare_writes_numbers_as_people_do(cli, tmp_path, overtrained):
+    run, _, _ = overtrained
+    words = ("train", run.parent / "a", "--from", run, "--out", tmp_path / "other", "--steps", 1)
+    assert cli(*words, f"train.lr={0.1 * 0.0037!r}")[0] == 0
+    code, out, _ = cli("compare", run, tmp_path / "other", "--out", tmp_path / "c.png")
+    assert code == 0
+    assert "train.lr 0.03 → 0.00037, " in " ".join(out.split())
 
 
 # Starting from another model
@@ -367,11 +377,15 @@ def refuse(out, made=(), error=ValueError):
         raise error("refused")
 
 
-def test_a_folder_that_another_process_made_is_never_removed(tmp_path):
+def test_a_folder_that_another_process_made_is_never_removed(tmp_path, monkeypatch):
     out = tmp_path / "runs" / "mine"
-    with leaving_nothing(out), pytest.raises(ValueError, match="refused"):
-        refuse(out)
-    assert out.is_dir()
+    out.mkdir(parents=True)
+    for just_made in (False, True):
+        if just_made:  # after this process has looked
+            monkeypatch.setattr(Path, "exists", lambda self: False)
+        with pytest.raises(ValueError, match="refused"):
+            refuse(out)
+        assert out.is_dir()
 
 
 def test_ctrl_c_before_the_first_step_keeps_only_what_was_encoded(tmp_path):

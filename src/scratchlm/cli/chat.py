@@ -146,7 +146,8 @@ def _save_chat(name: str, messages: list[Message]) -> None:
     except (OSError, ScratchLMError) as error:
         say(f"error: {error}", err=True)
         return
-    say(f"(wrote {len(messages)} messages to {name})", err=True)
+    count = "1 message" if len(messages) == 1 else f"{len(messages)} messages"
+    say(f"(wrote {count} to {name})", err=True)
 
 
 def _next_line() -> str | None:

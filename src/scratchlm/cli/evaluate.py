@@ -170,5 +170,11 @@ def _differences(base: Plan, other: Plan) -> list[str]:
             a, b = (getattr(getattr(plan, section), field.name) for plan in (base, other))
             short = all(isinstance(value, int | float | str) for value in (a, b))
             if a != b:
-                found.append(f"{section}.{field.name}" + (f" {a} → {b}" if short else ""))
+                change = f" {_plain(a)} → {_plain(b)}" if short else ""
+                found.append(f"{section}.{field.name}{change}")
     return found
+
+
+def _plain(value: object) -> str:
+    """Write a value as a person would: 0.00037, not 0.00037000000000000005."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
