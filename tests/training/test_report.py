@@ -1,15 +1,19 @@
 """The report says what the log says, and needs nothing but itself."""
 
+import io
 import re
 from dataclasses import replace
 
 import pytest
+import torch
+from matplotlib import image
 
 import chromium
+from scratchlm.cli.attention_picture import draw_attention
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import DataFiles, Plan, Section, read_metrics, run_plan, write_report
 from scratchlm.training.plots import Curves, draw_run
-from scratchlm.training.report import duration, table
+from scratchlm.training.report import duration, picture_html, table
 from training.tiny import MODEL, SETTINGS, write_data
 
 
@@ -114,18 +118,43 @@ return cut;
 """
 
 
+_SCROLLED = """
+return [...document.querySelectorAll("section, section :not(pre)")]
+  .filter((box) => getComputedStyle(box).overflowX != "visible")
+  .filter((box) => box.scrollWidth > box.clientWidth + 1)
+  .map((box) => box.outerHTML.slice(0, 80));
+"""
+
+
 @pytest.mark.skipif(not chromium.IS_THERE, reason=chromium.MISSING)
 def test_on_a_phone_no_word_of_a_report_is_cut_and_nothing_overflows(run):
     command = "scratchlm train text.txt --tensorboard --params 100k --out runs/mine --resume"
     figures = [("the truth's own score on all of these stories", "0.3590 nats", "657 stories")]
     source = Section("Source", table(("the source", "", ""), figures))
-    page = write_report(run, command=command, sections=[source])
+    weights = torch.eye(24).expand(2, 6, 24, 24).tolist()  # (layers, heads, query, key)
+    pictures = (draw_attention(weights), draw_attention(weights, narrow=True))
+    heads = Section("Where the heads look", picture_html("attention", *pictures))
+    page = write_report(run, command=command, sections=[source, heads])
     with chromium.Chromium() as browser:
         for scheme in ("light", "dark"):
             browser.show(390, 900, scheme)
             browser.open(page.as_uri())
             assert browser.run(_CUT_WORDS) == []
             assert browser.run("return document.documentElement.scrollWidth") == 390
+            assert browser.run(_SCROLLED) == []
+
+
+def test_on_a_phone_every_head_is_wide_enough_to_be_seen():
+    weights = torch.eye(24).expand(2, 7, 24, 24).tolist()
+    wide, narrow = (
+        image.imread(io.BytesIO(draw_attention(weights, narrow=narrow)), format="png")
+        for narrow in (False, True)
+    )
+    assert narrow.shape[1] <= 400 < wide.shape[1]
+    assert narrow.shape[0] > wide.shape[0]  # the heads go on in further rows
+    diagonal = (narrow[..., 2] > narrow[..., 0] + 0.2).any(0)  # columns of pixels with blue
+    starts = (diagonal[1:] > diagonal[:-1]).sum()
+    assert starts == 4, "four heads in a row"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 from pathlib import Path
@@ -19,7 +18,7 @@ def attention_section(run: Path) -> Section | None:
     from scratchlm.inference import load_model
     from scratchlm.inspect import attention_weights
     from scratchlm.training import Section, read_metrics
-    from scratchlm.training.report import escape_command
+    from scratchlm.training.report import escape_command, picture_html
 
     samples = [line["samples"] for line in read_metrics(run) if line.get("samples")]
     loaded = load_model(run, accelerate=False)
@@ -28,38 +27,50 @@ def attention_section(run: Path) -> Section | None:
     ids = loaded.tokenizer.encode(samples[-1][0])[: min(TOKENS, loaded.config.context_length)]
     if len(ids) < 2:
         return None
-    weights = attention_weights(loaded.model, ids)[:LAYERS, :HEADS].float()
+    weights = attention_weights(loaded.model, ids)[:LAYERS, :HEADS].float().tolist()
+    wide, narrow = draw_attention(weights), draw_attention(weights, narrow=True)
     texts = [loaded.tokenizer.decode([token]) for token in ids]
-    picture = base64.b64encode(draw_attention(weights.tolist(), texts)).decode()
     shown = " ".join(f"<b>{html.escape(text)}</b>" for text in texts)
     command = escape_command(f"scratchlm next {run} --prompt TEXT --attention LAYER.HEAD")
     body = (
-        f'<div class="scroll"><img alt="attention" src="data:image/png;base64,{picture}"></div>'
-        "<p>A row is a token, a column what it looks at; the more it does, the bluer. "
+        picture_html("attention", wide, narrow)
+        + "<p>A row is a token, a column what it looks at; the more it does, the bluer. "
         f"<code>{command}</code> shows one head. The tokens: {shown}</p>"
     )
     return Section("Where the heads look", body)
 
 
-def draw_attention(weights: list[Any], texts: list[str]) -> bytes:
-    """Draw a picture for every layer (down) and head (across) as a PNG."""
+def draw_attention(weights: list[Any], *, narrow: bool = False) -> bytes:
+    """Draw a picture for every layer (down) and head (across) as a PNG.
+
+    For a phone the heads of a layer go on in the next row, each named LAYER.HEAD.
+    """
     from matplotlib.figure import Figure
 
-    layers, heads = len(weights), len(weights[0])
-    size = 1.15 if heads > 4 else 1.8
-    figure = Figure(figsize=(size * heads + 0.9, size * layers + 0.5), dpi=110)
+    heads = len(weights[0])
+    columns = min(heads, 4) if narrow else heads
+    rows = len(weights) * -(-heads // columns)
+    size = 3.4 / columns if narrow else 1.15 if heads > 4 else 1.8
+    label = {"fontsize": 8, "color": "#6b7280"}
+    height = (size + 0.2 if narrow else size) * rows + 0.5
+    figure = Figure(figsize=(size * columns + (0.2 if narrow else 0.9), height), dpi=110)
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(layers, heads, squeeze=False)
-    for layer in range(layers):
-        for head in range(heads):
-            axes = panels[layer][head]
-            axes.imshow(weights[layer][head], cmap="Blues", vmin=0, vmax=1)
+    panels = iter(figure.subplots(rows, columns, squeeze=False).flat)
+    for layer, of_layer in enumerate(weights):
+        for head in range(-(-heads // columns) * columns):
+            axes = next(panels)
+            if head >= heads:
+                axes.set_axis_off()
+                continue
+            axes.imshow(of_layer[head], cmap="Blues", vmin=0, vmax=1)
             axes.set_xticks([])
             axes.set_yticks([])
-            if layer == 0:
-                axes.set_title(f"head {head}", fontsize=8, color="#6b7280")
-            if head == 0:
-                axes.set_ylabel(f"layer {layer}", fontsize=8, color="#6b7280")
+            if narrow:
+                axes.set_title(f"{layer}.{head}", **label)
+            elif layer == 0:
+                axes.set_title(f"head {head}", **label)
+            if head == 0 and not narrow:
+                axes.set_ylabel(f"layer {layer}", **label)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -316,8 +316,6 @@ _PAGE = """<!doctype html>
 }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
   margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; overflow-wrap: anywhere; }}
-.scroll {{ overflow-x: auto; }} .scroll img {{ max-width: none; }}
-@media (min-width: 601px) {{ .scroll img {{ max-width: 100%; }} }}
 mark {{ background: var(--mark); color: inherit; padding: 0 .2em; border-radius: 3px; }}
 @media (max-width: 600px) {{ body {{ padding: 1rem .5rem; }} section {{ padding: .9rem; }} }}
 h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.15rem; margin: 0 0 .8rem; }}
