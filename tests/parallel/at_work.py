@@ -1,4 +1,4 @@
-"""What one rank of a test does; `launching.py` starts it as several processes.
+"""What one rank of a test does; started by `launching.py`, it forks so many processes.
 
 The processes form worlds one after the other: the first N of them, with a port of its own each.
 What the first rank finds is written to OUT as JSON.
@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ from tiny_models import PLAIN
 from training.tiny import MODEL as TINY
 from training.tiny import log_of, run_training
 
-PROCESS = int(os.environ["PROCESS"])
+PROCESS, COUNT = 0, int(os.environ["COUNT"])
 PORTS = iter(os.environ["PORTS"].split(","))
 
 # Sides that nothing divides, groups of heads, unequal numbers of targets in every row.
@@ -188,7 +189,7 @@ def curves(out, steps=6, left_out=frozenset()):
                     found[name], _ = curve(settings, MODELS[model], ranks, steps, seq)
     write(out / "together.json", found)
     alone = {}
-    for name, (size, tp, model, more) in list(chosen.items())[PROCESS :: int(os.environ["COUNT"])]:
+    for name, (size, tp, model, more) in list(chosen.items())[PROCESS::COUNT]:
         # One process takes the same rows at a time, so that experts see the same.
         rows = more.get("micro_batch_size", ROWS * tp * more.get("cp", 1) // size)
         one = {**more, "micro_batch_size": rows, "parallel": None, "cp": 1}
@@ -385,9 +386,25 @@ def write(out, found):
         out.write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
+def be_process(number):
+    """Fork a child that does the work; return its process id."""
+    global PROCESS
+    pid = os.fork()
+    if pid:
+        return pid
+    PROCESS, status = number, 1
+    try:
+        main(sys.argv[1], Path(sys.argv[2]))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main(work, out):
     torch.set_num_threads(1)
-    work, out = sys.argv[1], Path(sys.argv[2])
     match work:
         case "long-curves":
             curves(out, steps=50)
@@ -402,3 +419,12 @@ if __name__ == "__main__":
                 faults(out / "faults.json")
                 generation(out / "generation.json")
                 tuning(out / "tuning.json")
+
+
+if __name__ == "__main__":
+    left = {be_process(number) for number in range(COUNT)}
+    while left:
+        pid, status = os.wait()
+        left.remove(pid)
+        if status:
+            os._exit(1)  # the others would wait for it

@@ -1,13 +1,13 @@
-"""Start ranks of this machine's CPU without `torchrun`: a launch costs seconds, so few and full."""
+"""Start ranks of this machine's CPU without `torchrun`: forked, from one process that imports."""
 
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -25,7 +25,7 @@ def free_ports(count):
     return ports[:count]
 
 
-def launch(ranks, work, out, *, worlds=1, timeout=600):
+def launch(ranks, work, out, *, worlds=1):
     """Run `at_work.py WORK OUT` as processes 0 … ranks − 1; fail with what one that failed said.
 
     They may form `worlds` worlds one after the other, each with a port of its own.
@@ -39,21 +39,15 @@ def launch(ranks, work, out, *, worlds=1, timeout=600):
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "at_work.py"), work, str(out)]
-    with contextlib.ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
-        started = []
-        for number, file in enumerate(said):
-            own = {**environment, "PROCESS": str(number)}
-            started.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
-            stack.callback(started[-1].wait)
-            stack.callback(started[-1].kill)
-        end = time.monotonic() + timeout
-        while any(process.poll() is None for process in started):
-            assert time.monotonic() < end, f"{work} took longer than {timeout} s"
-            if any(process.poll() for process in started):
-                break  # the others would wait for it
-            time.sleep(0.05)
-        for process, file in zip(started, said, strict=True):
-            if process.poll():
-                file.seek(0)
-                raise AssertionError(file.read()[-4000:])
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            status = process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # those that are left
+            process.wait()
+        said.seek(0)
+        assert status == 0, said.read()[-4000:]

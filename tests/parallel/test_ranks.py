@@ -48,7 +48,7 @@ def test_ranks_train_as_one_process_does(found):
 
 @pytest.mark.slow
 def test_curves_stay_together_over_fifty_steps(tmp_path):
-    launch(8, "long-curves", tmp_path, worlds=20, timeout=3600)
+    launch(8, "long-curves", tmp_path, worlds=20)
     check_curves(tmp_path, 1e-4)
 
 
@@ -118,5 +118,5 @@ def test_ranks_that_share_sequences_log_what_one_process_does(found):
 @pytest.mark.slow
 def test_runs_saved_by_1_2_and_4_ranks_go_on_with_1_to_4(tmp_path):
     run_training(tmp_path / "whole", write_data(tmp_path / "data"), SAVED)
-    launch(4, "resumes", tmp_path, worlds=60, timeout=3600)
+    launch(4, "resumes", tmp_path, worlds=60)
     check_resumes(tmp_path, 24)
