@@ -86,6 +86,13 @@ class ForkedCommand:
             assert self.poll() is None, self.communicate()[1]
             time.sleep(0.005)
 
+    def wait_until_stopped(self):
+        """Wait until it has stopped itself (SIGSTOP); what is sent then waits for SIGCONT."""
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self.returncode = os.waitstatus_to_exitcode(status)
+            raise AssertionError(self.communicate()[1])
+
     def send_signal(self, number):
         """Send a signal, unless it has ended."""
         if self.poll() is None:
