@@ -52,6 +52,11 @@ def test_the_modules_are_copied_and_the_tensors_shared(subject):
     assert all(a is not b for a, b in zip(model.modules(), subject.model.modules(), strict=True))
 
 
+def test_bytes_that_are_no_character_are_told_apart(subject):
+    """Half a character is a token of its own in many texts."""
+    assert [subject.text(token) for token in (97, 0xE3, 0x81)] == ["a", "<0xE3>", "<0x81>"]
+
+
 def test_an_edit_reaches_no_answer_of_the_engine(subject):
     model = tiny_model(vocab_size=257, context_length=96)
     engine = Engine(model, num_pages=16)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scratchlm.inference.next_tokens import token_text
 from scratchlm.inference.prompts import AnyTokenizer, prompt_rows
+from scratchlm.inference.rows import UNKNOWN
 from scratchlm.model import TransformerLM
 
 Ids = Sequence[int]
@@ -48,8 +49,17 @@ class Subject:
         return torch.tensor([checked], device=self.device)
 
     def text(self, token: int) -> str:
-        """Return a token's text; bytes that are no whole character as U+FFFD."""
-        return token_text(self.tokenizer, token)
+        """Return a token's text; one that is no whole characters as its bytes, `<0xE3>`."""
+        text = token_text(self.tokenizer, token)
+        if UNKNOWN not in text or self.tokenizer is None:
+            return text
+        try:
+            data = self.tokenizer.token_bytes(token)
+            return data.decode()
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in data)
+        except ValueError:  # a vocabulary padded beyond its tokenizer's
+            return text
 
     @torch.no_grad()
     def logits(self, ids: Ids) -> Float[Tensor, "seq vocab"]:

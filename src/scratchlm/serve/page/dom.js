@@ -22,7 +22,10 @@ export function signed(x, digits = 3) {
 }
 // A token on one line: line ends, control characters and a lone space are made visible.
 export const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length))
-  .replace(/[\0-\x1f\x7f]/g, (c) => String.fromCharCode(c === "\x7f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
+  .replace(/[\0-\x1f\x7f]/g, (c) => byteName(c.charCodeAt(0).toString(16)));
+const byteName = (hex) => `<0x${hex.padStart(2, "0").toUpperCase()}>`;
+// As the API names a token that is no whole characters; the views name its bytes as llama.cpp does.
+export const named = (text) => (text.startsWith("bytes:\\x") ? text.slice(6).replace(/\\x(..)/g, (_, hex) => byteName(hex)) : text);
 
 export function amount(x, unit) {
   const steps = ["", "k", "M", "G", "T", "P"];

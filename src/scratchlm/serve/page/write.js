@@ -1,5 +1,5 @@
 // Writing: a text to be continued or a conversation, streamed token by token, with a stop button.
-import { announce, at, fail, make } from "./dom.js";
+import { announce, at, fail, make, named } from "./dom.js";
 import { ask, offline, stream } from "./api.js";
 import { SETTINGS, change, idsOf, state } from "./state.js";
 import { begin, noteBranchText, readTokens, streamed, times, tokens } from "./tokens.js";
@@ -70,7 +70,7 @@ function arrived(choice) {
   return ids.map((id, i) => {
     const text = chat ? chat[i]?.token : plain?.tokens?.[i];
     const logprob = chat ? chat[i]?.logprob : plain?.token_logprobs?.[i];
-    return { id, text: text ?? "", ...(typeof logprob === "number" ? { probability: Math.exp(logprob), surprise: -logprob / Math.LN2 } : {}) };
+    return { id, text: named(text ?? ""), ...(typeof logprob === "number" ? { probability: Math.exp(logprob), surprise: -logprob / Math.LN2 } : {}) };
   });
 }
 
@@ -108,7 +108,7 @@ async function tokenized(body) {
     const read = found.tokens;
     if (!read.length) throw new Error("The prompt is empty.");
     if (read.length >= model.context) throw new Error(`The prompt must leave room in the context of ${model.context} tokens; it has ${read.length}.`);
-    return { ids: read, texts: found.token_strs ?? read.map(() => "") };
+    return { ids: read, texts: found.token_strs.map(named) };
   } catch (error) {
     fail(error);
     setBusy(false);
