@@ -1,5 +1,5 @@
 // What a token cost, where experts sent it, and what the engine's cache holds.
-import { amount, bar, behind, duration, make, percent, quoted, scroller, select, table, visible } from "./dom.js";
+import { amount, behind, duration, make, percent, quoted, scroller, select, shade, table, visible } from "./dom.js";
 import { look, offline } from "./api.js";
 import { change, givenAt, idsOf, state } from "./state.js";
 import { number } from "./numbers.js";
@@ -40,11 +40,13 @@ export async function drawExperts(box) {
   const head = make("tr", {}, make("th", { scope: "col" }, "layer"), ...places.map((i) => make("th", { scope: "col", class: i === state.at ? "here" : "" }, make("small", {}, String(i)), " ", make("code", {}, visible(tokens[i]?.text ?? "")))));
   const rows = found.layers.map((layer) => make("tr", {}, make("th", { scope: "row" }, String(layer.layer)), ...places.map((i) =>
     make("td", { class: i === state.at ? "here" : "" }, ...layer.experts[i].map((expert, j) => make("div", {}, `${expert}: `, number(percent(layer.weights[i][j]), { ids, kind: "expert", layer: layer.layer, position: i, chosen: j }, `weight of expert ${expert}`)))))));
-  const loads = found.layers.flatMap((layer) => layer.load.map((load, expert) => [String(layer.layer), String(expert), number(percent(load), { ids, kind: "load", layer: layer.layer, chosen: expert }, "load"), bar(load, 1)]));
+  const loads = found.layers[0].load.map((_, expert) => make("tr", {}, make("th", { scope: "row" }, String(expert)), ...found.layers.map(({ layer, load }) =>
+    make("td", { class: `number ${shade(load[expert])}` }, number(percent(load[expert]), { ids, kind: "load", layer, chosen: expert }, `load of expert ${expert} in layer ${layer}`)))));
+  const layers = make("tr", {}, make("th", { scope: "col" }, "expert"), ...found.layers.map(({ layer }) => make("th", { scope: "col" }, `layer ${layer}`)));
   box.replaceChildren(
     make("p", {}, "The router sends each token to its top experts in every layer; the layer's output is the sum of theirs, with these weights."),
     scroller("Experts", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Experts of each token, with their routing weights")), make("thead", {}, head), make("tbody", {}, ...rows))),
-    scroller("Load", table("Load: the fraction of this text's routing choices that fell on each expert", ["layer", "expert", "load", "bar"], loads, { numeric: [0, 1, 2] })));
+    scroller("Load", make("table", { class: "lens" }, make("caption", {}, make("span", {}, "Load: the fraction of a layer's routing choices in this text")), make("thead", {}, layers), make("tbody", {}, ...loads))));
   showColumn(box);
 }
 
