@@ -235,6 +235,11 @@ def test_labels_are_sorted_numbers_by_size(tmp_path):
             {"question": "q", "context": "cc", "answer": "c"},
             "the answer stands in the context twice",
         ),
+        (
+            "qa",
+            {"question": "q", "context": "ccc", "answer": "cc"},
+            "the answer stands in the context twice",
+        ),
         ("qa", {"question": "q", "context": "c", "answer": " "}, "answer must not be empty"),
         (
             "qa",
@@ -250,6 +255,25 @@ def test_what_is_no_record_is_refused_with_its_line(tmp_path, kind, record, told
     with pytest.raises(ScratchLMError) as error:
         (read if kind == "classification" else read_answered)(path, byte_tokenizer(), longest=64)
     assert f"bad.jsonl: line 2: {told}" in str(error.value)
+
+
+def test_there_may_be_more_labels_than_tokens(cli, tmp_path):
+    write(tmp_path / "many.jsonl", [{"text": f"{n}", "label": n} for n in range(400)])
+    words = ("finetune", "base", "many.jsonl", "--task", "classification", "--out", "run")
+    code, _, err = cli(*words, "--steps", 1, "train.batch_size=2", "train.eval_batches=1")
+    assert code == 0, err
+    records = [{"text": "7", "label": 7}, {"text": "8", "label": 400}]
+    for record, told in (
+        (records[1], "label must be one of '0', '1', '2', '3', '4', '5' and 394 more; got '400'"),
+        ({"text": ""}, "a text must hold at least one token"),
+        ({"text": "a" * 200}, "200 tokens do not fit the context"),
+    ):
+        write(tmp_path / "asked.jsonl", [records[0], record])
+        code, out, err = cli("predict", "run", "asked.jsonl")
+        assert (code, out) == (2, "")
+        assert f"asked.jsonl: line 2: {told}" in err
+    (tmp_path / "blank.jsonl").write_text("\n")
+    assert "blank.jsonl: there are no records" in cli("predict", "run", "blank.jsonl")[2]
 
 
 def test_a_bad_record_leaves_no_run_behind(cli, tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
 from scratchlm.cli.terminal import say
+from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import listed, shown
 
 if TYPE_CHECKING:
     from scratchlm.inference.heads import LoadedHead
@@ -80,16 +83,25 @@ def _records(
     if data is not None:
         from scratchlm.data.records import read_records
 
-        return list(read_records(data))
+        records: list[tuple[str, Mapping[str, Any]]] = list(read_records(data))
+        if not records:
+            raise ScratchLMError(f"{data}: there are no records")
+        return records
     if texts:
         return [("--text", {"text": one}) for one in texts]
     return [("--question", {"question": question, "context": context})]
 
 
-def _field(record: Mapping[str, Any], name: str, place: str) -> str:
-    from scratchlm.errors import ScratchLMError
-    from scratchlm.untrusted import shown
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say which record an error is of."""
+    try:
+        yield
+    except (ValueError, ScratchLMError) as error:
+        raise ScratchLMError(f"{place}: {error}") from None
 
+
+def _field(record: Mapping[str, Any], name: str, place: str) -> str:
     if name not in record:
         got = ", ".join(map(shown, list(record)[:8])) or "nothing"
         raise ScratchLMError(f"{place}: a record must have {name}; it has {got}")
@@ -102,9 +114,15 @@ def _field(record: Mapping[str, Any], name: str, place: str) -> str:
 def _classes(
     loaded: LoadedHead, asked: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[dict[str, Any]], list[bool]]:
-    from scratchlm.inference.heads import classify
+    from scratchlm.inference.heads import classify, encode_text
 
     texts = [_field(record, "text", place) for place, record in asked]
+    for text, (place, record) in zip(texts, asked, strict=True):
+        with _at(place):
+            encode_text(loaded, text)
+            if "label" in record and str(record["label"]) not in loaded.head.labels:
+                labels = listed(loaded.head.labels)
+                raise ValueError(f"label must be one of {labels}; got {shown(record['label'])}")
     lines, right = [], []
     for text, (_, record), found in zip(texts, asked, classify(loaded, texts), strict=True):
         label = next(iter(found))
@@ -117,17 +135,20 @@ def _classes(
 def _answers(
     loaded: LoadedHead, asked: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[dict[str, Any]], list[bool]]:
-    from scratchlm.inference.heads import answer
+    from scratchlm.inference.heads import answer, encode_question
 
     pairs = [
         (_field(record, "question", place), _field(record, "context", place))
         for place, record in asked
     ]
+    for pair, (place, _) in zip(pairs, asked, strict=True):
+        with _at(place):
+            encode_question(loaded, *pair)
     lines, right = [], []
-    for (question, _), (_, record), found in zip(pairs, asked, answer(loaded, pairs), strict=True):
-        lines.append({"question": question, **vars(found)})
+    for pair, (place, record), found in zip(pairs, asked, answer(loaded, pairs), strict=True):
+        lines.append({"question": pair[0], **vars(found)})
         if "answer" in record:
-            right.append(str(record["answer"]).strip() == found.text)
+            right.append(_field(record, "answer", place).strip() == found.text)
     return lines, right
 
 

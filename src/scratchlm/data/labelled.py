@@ -79,9 +79,9 @@ def answer_in(record: Mapping[str, Any]) -> tuple[str, str, int]:
     if not answer.strip():
         raise ValueError("answer must not be empty")
     if start is None:
-        if context.count(answer) > 1:
-            raise ValueError("the answer stands in the context twice: answer_start says which")
         start = context.find(answer)
+        if context.find(answer, start + 1) > start:
+            raise ValueError("the answer stands in the context twice: answer_start says which")
     if type(start) is not int or start < 0 or context[start : start + len(answer)] != answer:
         raise ValueError(f"the answer {answer!r:.40} is no part of the context there")
     return context, answer, start

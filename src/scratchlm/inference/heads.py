@@ -158,11 +158,22 @@ def padded(
     return ids, torch.arange(longest, device=device) < lengths[:, None]
 
 
+def encode_text(loaded: LoadedHead, text: str) -> list[int]:
+    """Encode a text to be classified; it must fit the model's context."""
+    return _fitting(text_ids(loaded.need("classification"), text), loaded)
+
+
+def encode_question(loaded: LoadedHead, question: str, context: str) -> QuestionInput:
+    """Encode a question and the text that holds its answer; both must fit the model's context."""
+    found = question_ids(loaded.need("qa"), question, context)
+    _fitting(found.ids, loaded)
+    return found
+
+
 @torch.inference_mode()
 def classify(loaded: LoadedHead, texts: Sequence[str]) -> list[dict[str, float]]:
     """Return for every text the probability of each label, the likeliest first."""
-    tokenizer = loaded.need("classification")
-    rows = [_fitting(text_ids(tokenizer, text), loaded) for text in texts]
+    rows = [encode_text(loaded, text) for text in texts]
     found: list[dict[str, float]] = []
     for ids, mask in _batches(rows, loaded):
         logits = loaded.model(ids, attention_mask=mask)
@@ -185,11 +196,9 @@ class Answer:
 @torch.inference_mode()
 def answer(loaded: LoadedHead, asked: Sequence[tuple[str, str]]) -> list[Answer]:
     """Return for every (question, context) the likeliest span of the context."""
-    tokenizer = loaded.need("qa")
-    inputs = [question_ids(tokenizer, question, context) for question, context in asked]
-    rows = [_fitting(one.ids, loaded) for one in inputs]
+    inputs = [encode_question(loaded, question, context) for question, context in asked]
     found: list[Answer] = []
-    for ids, mask in _batches(rows, loaded):
+    for ids, mask in _batches([one.ids for one in inputs], loaded):
         logits = loaded.model(ids, attention_mask=mask)
         for start, end in zip(logits.start.double(), logits.end.double(), strict=True):
             one = inputs[len(found)]

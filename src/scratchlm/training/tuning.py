@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from scratchlm import acceleration
@@ -197,10 +198,12 @@ def open_examples(plan: Plan, tokenizer: str | None) -> dict[str, Examples]:
         examples = read_examples(path)
         if tokenizer is not None and examples.fingerprint["tokenizer"] != tokenizer:
             raise ScratchLMError(f"{path} was made with another tokenizer than the run's")
-        if len(examples) and int(examples.ids.max()) >= plan.model.vocab_size:
+        ids = examples.ids
+        if plan.tuning is not None and plan.tuning.head and plan.tuning.head.labels:
+            ids = np.delete(ids, examples.ends - 1)  # a label's number is no token
+        if len(ids) and int(ids.max()) >= plan.model.vocab_size:
             raise ScratchLMError(
-                f"{path}: ids must lie below vocab_size={plan.model.vocab_size}; "
-                f"got {examples.ids.max()}"
+                f"{path}: ids must lie below vocab_size={plan.model.vocab_size}; got {ids.max()}"
             )
         found[name] = examples
     return found
