@@ -96,6 +96,17 @@ export function drawPixels(canvas, bytes, width, height) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
+// Draw a part of the page anew; what had the focus has it again, or else the whole part.
+export async function keepingFocus(box, draw) {
+  const path = [];
+  for (let node = document.activeElement; node && node !== box; node = node.parentElement) path.unshift([...node.parentElement?.children ?? []].indexOf(node));
+  const isInside = box.contains(document.activeElement) && document.activeElement !== box;
+  await draw();
+  if (!isInside || document.activeElement !== document.body) return;
+  path.reduce((node, i) => node?.children[i], box)?.focus();
+  if (document.activeElement === document.body) box.focus();
+}
+
 let saying = null;
 // Say something to those who do not see it; pieces that come fast are joined.
 export function announce(text) {

@@ -1,5 +1,5 @@
 // What a token cost, where experts sent it, and what the engine's cache holds.
-import { amount, behind, duration, make, percent, quoted, scroller, select, shade, table, visible } from "./dom.js";
+import { amount, behind, duration, keepingFocus, make, percent, quoted, scroller, select, shade, table, visible } from "./dom.js";
 import { look, offline } from "./api.js";
 import { change, givenAt, idsOf, state } from "./state.js";
 import { number } from "./numbers.js";
@@ -66,6 +66,6 @@ export async function drawCache(box) {
       ...figure("prefix cache hits", `${found.tokens_found} tokens`), ...figure("requests", `${found.running.length} running, ${found.waiting} waiting`)),
     make("div", { class: "pages", role: "img", "aria-label": `${shown}; the table below counts all`, tabindex: "0" }, ...cells),
     scroller("Pages by state", table("Pages by state", ["mark", "state", "pages"], rows, { numeric: [2] })),
-    make("button", { type: "button", disabled: offline, onclick: () => drawCache(box) }, "Refresh"),
+    make("button", { type: "button", disabled: offline, onclick: () => keepingFocus(box, () => drawCache(box)) }, "Refresh"),
     behind("Running requests", scroller("Running requests", table("Running requests", ["tokens", "pages"], found.running.map((one) => [String(one.length), one.pages.join(", ")]), { numeric: [0] }))));
 }

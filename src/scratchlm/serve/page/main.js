@@ -1,5 +1,5 @@
 // The page: what is shown when, and who listens to what.
-import { announce, at, fail, make } from "./dom.js";
+import { announce, at, fail, keepingFocus, make } from "./dom.js";
 import { look, offline, startOffline } from "./api.js";
 import { applyTheme, change, idsOf, onChange, readAddress, state } from "./state.js";
 import { COLOURS, drawTokens, markToken, noteBranchText, readTokens, tokenKeys, tokens } from "./tokens.js";
@@ -69,7 +69,7 @@ async function drawOnce() {
   box.setAttribute("aria-busy", "true");
   if (shown !== key) box.replaceChildren(target);
   try {
-    await VIEWS[key][1](target);
+    await keepingFocus(box, () => VIEWS[key][1](target));
     if (mine === drawing) shown = key;
   } catch (error) {
     if (mine !== drawing) return;
@@ -83,7 +83,7 @@ async function drawOnce() {
 async function draw(changes = {}) {
   const only = Object.keys(changes);
   if (only.includes("mode") || !only.length) drawMode();
-  drawTabs();
+  keepingFocus(at("tabs"), drawTabs);
   try {
     await readTokens();
     if (tokens.length && state.branches[state.branch]) noteBranchText(state.branch, tokens);

@@ -1,5 +1,5 @@
 // The text as tokens, coloured by probability, surprise or entropy; and the tree of branches.
-import { at, behind, make, percent, quoted, scroller, shade, table, visible } from "./dom.js";
+import { at, behind, keepingFocus, make, percent, quoted, scroller, shade, table, visible } from "./dom.js";
 import { look } from "./api.js";
 import { number } from "./numbers.js";
 import { change, idsOf, state } from "./state.js";
@@ -73,7 +73,7 @@ export function drawTokens() {
   at("tokens-empty").hidden = tokens.length > 0;
   at("legend").replaceChildren(...legend());
   at("tokens-table").replaceChildren(tokens.length ? tokensTable() : "");
-  drawTree();
+  keepingFocus(at("tree"), drawTree);
 }
 
 // Moving the choice redraws two buttons, not a thousand.
