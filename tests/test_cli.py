@@ -90,6 +90,7 @@ def test_what_a_user_gets_wrong_exits_with_2_and_no_traceback(
         (("generate", "m", "--lr", "3"), "No such option: --lr; see scratchlm generate --help"),
         (("train", "--verbose"), "No such option: --verbose; see scratchlm train --help"),
         (("trian",), "No such command 'trian'. Did you mean 'train'? See scratchlm --help"),
+        (("generate", "m", "--prompt"), "requires an argument; see scratchlm generate --help"),
         (("xyzzy",), "No such command 'xyzzy'; see scratchlm --help"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",

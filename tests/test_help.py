@@ -17,6 +17,7 @@ from scratchlm.accounting import SYMBOLS
 from scratchlm.cli import app
 from scratchlm.cli.help import COMMANDS, EXAMPLES, GROUPS
 from scratchlm.cli.settings_help import data_keys, model_keys, train_keys
+from scratchlm.cli.terminal import say, tell
 from scratchlm.config import ModelConfig
 from scratchlm.training import TrainConfig
 
@@ -152,25 +153,38 @@ def test_the_legend_explains_every_symbol():
 def test_errors_use_the_words_of_the_command_line():
     from scratchlm.cli.errors import one_line
     from scratchlm.inference import Sampling
+    from scratchlm.tokenizer import train_bpe
 
-    for wrong in ({"top_k": 0}, {"top_p": 2.0}, {"min_p": 2.0}, {"presence_penalty": float("nan")}):
+    values = {"top_k": 0, "top_p": 2.0, "min_p": 2.0, "presence_penalty": float("nan")}
+    for wrong in [{name: value} for name, value in values.items()]:
         with pytest.raises(ValueError) as error:
             Sampling(**wrong)
         (name,) = wrong
         assert "--" + name.replace("_", "-") in one_line(error.value)
         assert name not in one_line(error.value)
+    with pytest.raises(ValueError) as error:
+        Sampling(temperature=-1.0)
+    told = "--temperature must be finite and at least 0; got --temperature=-1.0"
+    assert one_line(error.value) == told
+    with pytest.raises(ValueError) as error:
+        train_bpe([], 10)
+    assert one_line(error.value).startswith("--vocab-size must be from 256")
     told = one_line(ValueError("must fit (past_context='slide' forgets the oldest)"))
     assert told == "must fit (--past-context slide forgets the oldest)"
 
 
-def test_lines_for_a_terminal_break_between_words(monkeypatch):
-    from scratchlm.cli.errors import fit_terminal
-
+def test_lines_for_a_terminal_break_between_words(monkeypatch, capsys):
     text = "a path /with/a-very-long-name-that-goes-on/and-on " * 4
-    assert fit_terminal(text) == text  # not a terminal: one line
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    short = "  two  columns"
     monkeypatch.setenv("COLUMNS", "60")
-    lines = fit_terminal(text).splitlines()
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= 60
-    assert " ".join(fit_terminal(text).split()) == " ".join(text.split())
+    for stream, speak in ((sys.stderr, lambda line: say(line, err=True)), (sys.stdout, tell)):
+        speak(text)
+        assert text + "\n" in capsys.readouterr()  # not a terminal: one line
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "isatty", lambda: True, raising=False)
+            speak(f"{text}\n{short}")
+        told = "".join(capsys.readouterr()).splitlines()
+        assert told[-1] == short
+        assert len(told) > 2
+        assert max(map(len, told)) <= 60
+        assert " ".join(" ".join(told[:-1]).split()) == " ".join(text.split())

@@ -33,7 +33,7 @@ from scratchlm.cli import (
     tokenizer,
     train,
 )
-from scratchlm.cli.errors import fit_terminal, fold, is_for_the_user, one_line
+from scratchlm.cli.errors import fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
 from scratchlm.cli.interrupts import interrupts_outside_locks
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
@@ -65,6 +65,7 @@ inspect.register(app)
 serve.register(app)
 predict.register(app)
 
+_COMMANDS = {command.name for command in app.registered_commands}
 _show_traceback = False
 
 
@@ -115,7 +116,7 @@ def main() -> None:
             raise
         rank = launched_rank()
         whose = "" if rank is None else f"rank {rank}: "
-        say(fit_terminal(f"{whose}error: {one_line(error)}"), err=True)
+        say(f"{whose}error: {one_line(error)}", err=True)
         forget_output()
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
@@ -129,7 +130,7 @@ def _show_warning(
 ) -> None:
     """Say a warning of ours on one line; others as Python does."""
     if category is FutureWarning and "scratchlm" in filename:
-        print(f"warning: {fold(str(message))}", file=sys.stderr)
+        say(f"warning: {fold(str(message))}", err=True)
     else:
         _show_python_warning(message, category, filename, *rest, **more)
 
@@ -139,13 +140,14 @@ def _explain(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return
-    command = error.ctx.command_path if error.ctx else "scratchlm"
+    typed = sys.argv[1:2] if sys.argv[1:2] and sys.argv[1] in _COMMANDS else []
+    command = error.ctx.command_path if error.ctx else " ".join(["scratchlm", *typed])
     message = error.format_message()
     if type(error).__name__ == "NoSuchOption":  # click takes anything for near
         message = f"No such option: {error.option_name}{_meant(error, command)}"
     message = fold(message).rstrip(".")
     see = " See" if message.endswith("?") else "; see"
-    say(fit_terminal(f"error: {message}{see} {command} --help"), err=True)
+    say(f"error: {message}{see} {command} --help", err=True)
 
 
 def _meant(error: Any, command: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from scratchlm.cli.terminal import say
 
 CheckpointOption = Annotated[
     str | None,
@@ -32,4 +33,4 @@ def say_checkpoint(run: str | Path, chosen: Path) -> None:
     text = f"checkpoint: step {step:,}" + (f", {' and '.join(what)}" if what else "")
     if best == step != last:
         text += f" on held-out data (--checkpoint last: step {last:,})"
-    print(text, file=sys.stderr, flush=True)
+    say(text, err=True)

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
-import sys
-import textwrap
 from opcode import opmap
 
 from scratchlm.cli.terminal import visible
@@ -84,6 +81,8 @@ _OPTIONS = {
     r"\blength_penalty\b": "--length-penalty",
     r"(?<!-)\btop_([kp])\b": r"--top-\1",
     r"\bmin_p\b": "--min-p",
+    r"\btemperature(?= must|=)": "--temperature",
+    r"^vocab_size must be from": "--vocab-size must be from",
     r"^ablation must": "--ablation must",
     r"\b(repetition|presence|frequency)_penalty\b": r"--\1-penalty",
 }
@@ -99,13 +98,3 @@ def in_words_of_the_command_line(text: str) -> str:
 def fold(text: str) -> str:
     """Fold white space, so that a text fits on one line, and show control characters."""
     return visible(" ".join(text.split()))
-
-
-def fit_terminal(text: str) -> str:
-    """Wrap a line at its spaces where it goes to a terminal, which would cut through words."""
-    if not sys.stderr.isatty():
-        return text
-    columns = max(40, shutil.get_terminal_size((80, 24)).columns)
-    return textwrap.fill(
-        text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say
+from scratchlm.cli.terminal import say, tell
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def import_(
         },
     )
     note = found.problem or "with its tokenizer"
-    say(f"{out}: {model.model_type}, {_size(model.shapes)} parameters, {note}")
+    tell(f"{out}: {model.model_type}, {_size(model.shapes)} parameters, {note}")
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def export(
         told = read_chosen(model, lambda found: write(model, found), checkpoint or "best")
     if told is None:
         raise ScratchLMError(f"{model} is neither a checkpoint nor a run with checkpoints")
-    say(told)
+    tell(told)
 
 
 def _export_gguf(
@@ -233,7 +233,7 @@ def _export_gguf(
     )
     if quantize is not None:
         for line in described(choose(config, quantize.value)):
-            say(line)
+            tell(line)
     note = "with its tokenizer" if tokenizer is not None else "no tokenizer.json there"
     if tokenizer is not None and tokenizer.normalization is not None:
         note += f" (llama.cpp does not normalise texts to {tokenizer.normalization})"
@@ -356,7 +356,7 @@ def merge(
         metadata={"merged": str(adapter or source), "eos_token_ids": list(loaded.eos_ids)},
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in loaded.model.state_dict().items()}
-    say(f"{out}: {_size(shapes)} parameters, the adapter in its weights")
+    tell(f"{out}: {_size(shapes)} parameters, the adapter in its weights")
 
 
 def _tokenizer_note(directory: Path) -> str:

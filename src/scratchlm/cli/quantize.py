@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say
+from scratchlm.cli.terminal import say, tell
 from scratchlm.quantization.rule import TARGETS, check_target
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def quantize(
     )
     _say_rule(choices)
     note = "with its tokenizer" if loaded.tokenizer_file else "no tokenizer.json there"
-    say(f"{out}: {to}, {note}")
+    tell(f"{out}: {to}, {note}")
 
 
 def _say_rule(choices: list[Choice]) -> None:
     from scratchlm.quantization.rule import described, stored_bytes
 
     for line in described(choices):
-        say(line)
+        tell(line)
     weights, size = sum(choice.weights for choice in choices), stored_bytes(choices)
-    say(f"{size / 1e6:,.1f} MB, {8 * size / weights:.2f} bits a weight")
+    tell(f"{size / 1e6:,.1f} MB, {8 * size / weights:.2f} bits a weight")

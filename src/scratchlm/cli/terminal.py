@@ -8,7 +8,10 @@ where it goes to a terminal: in a pipe it stays as it is.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
+from typing import TextIO
 
 from scratchlm.errors import ScratchLMError
 
@@ -25,9 +28,25 @@ def visible(text: object) -> str:
 def say(text: object = "", *, err: bool = False) -> None:
     """Print a line: a message on stderr, or a result, which a pipe gets as it is."""
     if err:
-        print(visible(text), file=sys.stderr, flush=True)
+        print(fit_terminal(visible(text), sys.stderr), file=sys.stderr, flush=True)
     else:
         write_output(f"{text}\n")
+
+
+def tell(text: str) -> None:
+    """Print a result that is a sentence, not data: on a terminal it breaks between words."""
+    say(fit_terminal(text, sys.stdout))
+
+
+def fit_terminal(text: str, stream: TextIO) -> str:
+    """Wrap lines at their spaces where they go to a terminal, which would cut through words."""
+    if not stream.isatty():
+        return text
+    columns = max(40, shutil.get_terminal_size((80, 24)).columns)
+    wrap = textwrap.TextWrapper(
+        columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrap.fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
 def write_output(text: str, flush: bool = True) -> None:

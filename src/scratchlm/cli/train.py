@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.errors import fit_terminal
 from scratchlm.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -350,7 +349,7 @@ def carry_out(
 
 def say_progress(text: str) -> None:
     """Tell the user how it goes, on stderr."""
-    say(fit_terminal(text), err=True)
+    say(text, err=True)
 
 
 def choose_device(name: str) -> torch.device:

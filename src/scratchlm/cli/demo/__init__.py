@@ -140,11 +140,12 @@ def _show(world: World) -> int:
         command="scratchlm demo",
     )
     print_verdict(console, world, result)
+    whole_lines = not console.is_terminal
     console.print(f"report  {report}", markup=False, soft_wrap=True)
     console.print(
         f"page    scratchlm serve {shlex.quote(str(world.out))}, then open http://127.0.0.1:8000: "
         "write with it, and look inside",
         markup=False,
-        soft_wrap=True,
+        soft_wrap=whole_lines,
     )
     return 0 if result.holds else 1

@@ -174,7 +174,7 @@ def print_verdict(console: Console, world: World, result: DemoResult) -> None:
     console.print("\n[bold]What was promised[/]")
     for holds, text in verdicts(world, result):
         mark = "[green]yes[/]" if holds else "[bold red]no [/]"
-        console.print(f"{mark}  {text}", soft_wrap=True)
+        console.print(f"{mark}  {text}", soft_wrap=not console.is_terminal)
     if world.forecast is not None and not world.begun:
         steps = world.forecast.steps * world.forecast.step_seconds
         console.print(
