@@ -3,7 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, and a CPU counts as a GPU.
 """
 
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -162,8 +162,17 @@ def test_sides_that_are_no_multiple_of_16_run_in_bfloat16():
         assert torch.equal(fp8_linear(weight)(x), OPS["fast"].linear(x, weight))
 
 
-@pytest.mark.parametrize("compile_how", ["off", "block"])
-def test_a_model_learns_in_eight_bits(compile_how):
+@pytest.mark.parametrize(
+    ("compile_how", "backend"),
+    [
+        ("off", None),
+        ("block", "aot_eager"),  # what the front end and autograd's tracer make of it
+        pytest.param("block", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_learns_in_eight_bits(compile_how, backend, monkeypatch):
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_block, backend=backend))
     config = ModelConfig(64, 16, d_model=32, num_layers=2, num_heads=2, d_ff=64)
     tokens = torch.arange(16, device=DEVICE).repeat(4, 1)
     losses = {}

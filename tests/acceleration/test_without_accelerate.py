@@ -40,7 +40,10 @@ def usual(tmp_path_factory):
     return run(tmp_path_factory.mktemp("usual"))
 
 
-@pytest.fixture(scope="module", params=["import blocked", "files deleted"])
+GONE = [pytest.param("import blocked", marks=pytest.mark.slow), "files deleted"]
+
+
+@pytest.fixture(scope="module", params=GONE)
 def without(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("without")
     if request.param == "import blocked":
