@@ -16,8 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from dying import die_at
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from faults.dying import die_at
 from scratchlm.data import TokenFile, prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import CharTokenizer

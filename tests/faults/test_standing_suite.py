@@ -10,11 +10,14 @@ import random
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from faults import kill_preparation
+from forked import run_forked
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.accelerate import accelerate
@@ -26,8 +29,10 @@ from scratchlm.ops import native
 from scratchlm.tokenizer.chat_template import ChatTemplate
 from scratchlm.training.lora import adapter_tensors, apply_lora
 from test_architecture import SRC
+from training import killer
 
 HERE = Path(__file__).parent
+FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 CONFIG = ModelConfig(vocab_size=23, context_length=32, d_model=8, num_layers=2, num_heads=2)
 
 
@@ -44,12 +49,20 @@ def script(name, *arguments, **more):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def in_a_fork(work, log):
+    """Do work in a copy of this process, which need not import; return the summary it prints."""
+    status = run_forked(lambda: work() or 0, log)
+    assert status == 0, log.read_text()[-3000:]
+    return json.loads(log.read_text().splitlines()[-1])
+
+
 # Kills
 
 
+@FORKS
 @pytest.mark.parametrize("kills", [30, pytest.param(400, marks=pytest.mark.slow)])
 def test_kills_of_training_lose_nothing(tmp_path, tried, kills):
-    found = script("../training/killer.py", tmp_path, kills, kills)
+    found = in_a_fork(lambda: killer.main(tmp_path / "runs", kills, kills), tmp_path / "log")
     assert found["kills"] >= kills
     assert found["in_a_write"] >= (60 if kills >= 400 else 1)
     tried("kills of training, log and state bit-identical", found["kills"],
@@ -59,6 +72,7 @@ def test_kills_of_training_lose_nothing(tmp_path, tried, kills):
 FINE_TUNING = ("lora", "qlora", "full", "dpo", "head")
 
 
+@FORKS
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
@@ -67,15 +81,19 @@ FINE_TUNING = ("lora", "qlora", "full", "dpo", "head")
     ],
 )
 def test_kills_of_fine_tuning_lose_nothing(tmp_path, tried, kind, kills):
-    found = script("../training/killer.py", tmp_path, kills, kills, kind)
+    (tmp_path / "runs").mkdir()
+    work = partial(killer.main, tmp_path / "runs", kills, kills, kind)
+    found = in_a_fork(work, tmp_path / "log")
     assert found["kills"] >= kills
     tried(f"kills of fine-tuning ({kind}), log and state bit-identical", found["kills"],
           f"{found['in_a_write']} inside a write")  # fmt: skip
 
 
+@FORKS
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_of_preparation_lose_nothing(tmp_path, tried, kills):
-    found = script("kill_preparation.py", tmp_path, kills, kills)
+    work = partial(kill_preparation.main, tmp_path / "runs", kills, kills)
+    found = in_a_fork(work, tmp_path / "log")
     assert found["in_work"] >= kills // 4
     tried("kills of preparation, token files bit-identical", found["kills"],
           f"{found['in_work']} with work begun")  # fmt: skip
