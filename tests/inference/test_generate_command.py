@@ -1,13 +1,12 @@
 """The commands as a user meets them: what is printed, exit status, errors on one line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from forked import ForkedCommand
 from inference.test_chat import CHATML
 from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm import acceleration
@@ -157,14 +156,11 @@ def test_a_wrong_argument_is_an_error_of_one_line(run, arguments, message):
     assert message in str(result.exception)
 
 
-def test_the_installed_command_prints_errors_to_stderr_and_exits_2(tmp_path):
-    code = "from scratchlm.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "generate", str(tmp_path), "-p", "x"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"error: {tmp_path}: must be a run")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_command_prints_errors_to_stderr_and_exits_2(tmp_path):
+    command = ForkedCommand("generate", tmp_path, "-p", "x")
+    out, err = command.communicate()
+    assert command.returncode == 2
+    assert out == ""
+    assert err.startswith(f"error: {tmp_path}: must be a run")
+    assert err.count("\n") == 1
