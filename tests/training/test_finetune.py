@@ -319,6 +319,15 @@ def test_beside_few_bits_a_run_is_the_rounded_base_with_the_adapter(base, chats,
     assert torch.equal(beside, loaded)
 
 
+def test_compare_says_how_fine_tuning_differed(tuned, base, chats, tmp_path, capsys):
+    words = ("--out", tmp_path / "other", "--steps", 12, "--dora", "--rank", 4, "--no-pack", *FAST)
+    assert run_command("finetune", base, chats, *words) == 0
+    assert run_command("compare", tuned, tmp_path / "other", "--out", tmp_path / "c.png") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    changes = "tuning.packed True → False, lora.rank 16 → 4, lora.dora False → True"
+    assert f"differs from run: {changes}" in told
+
+
 def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):
     own = shutil.copytree(base, tmp_path / "base")
     run = tmp_path / "run"

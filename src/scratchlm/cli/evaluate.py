@@ -164,15 +164,31 @@ def _last_figure(curve: tuple[str, list[tuple[int, Any]]] | None) -> str:
 
 def _differences(base: Plan, other: Plan) -> list[str]:
     """Name the fields in which a run differs from the first, with both values where short."""
-    found = []
-    for section in ("model", "train"):
-        for field in fields(getattr(base, section)):
-            a, b = (getattr(getattr(plan, section), field.name) for plan in (base, other))
-            short = all(isinstance(value, int | float | str) for value in (a, b))
-            if a != b:
-                change = f" {_plain(a)} → {_plain(b)}" if short else ""
-                found.append(f"{section}.{field.name}{change}")
+    found, mine, theirs = [], _settings(base), _settings(other)
+    for name in dict.fromkeys((*mine, *theirs)):
+        a, b = mine.get(name, "none"), theirs.get(name, "none")
+        short = all(isinstance(value, int | float | str) for value in (a, b))
+        no_adapter = name.startswith("lora.") and "none" in (a, b)
+        if a != b and not no_adapter:
+            found.append(name + (f" {_plain(a)} → {_plain(b)}" if short else ""))
     return found
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Gather what a run was asked for: of the model, of training, and of fine-tuning."""
+    tuning = {} if plan.tuning is None else plan.tuning.to_dict()
+    lora = tuning.pop("lora", {})
+    sections = {
+        "model": {field.name: getattr(plan.model, field.name) for field in fields(plan.model)},
+        "train": {field.name: getattr(plan.train, field.name) for field in fields(plan.train)},
+        "tuning": {"lora": bool(lora), **tuning},
+        "lora": lora,
+    }
+    return {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
 
 
 def _plain(value: object) -> str:
