@@ -29,7 +29,7 @@ class PageUse(NamedTuple):
 
 def page_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[Key]:
     """Return the keys of the full pages of a row of tokens."""
-    key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     keys = []
     for end in range(page_size, len(tokens) + 1, page_size):
         page = array("q", tokens[end - page_size : end]).tobytes()
