@@ -122,6 +122,7 @@ def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, monkeypatch, c
         (("one", "choices.jsonl", "--limit", "3"), "--limit is for --lm-eval"),
         (("one", "choices.jsonl", "--chat-template"), "--chat-template is for --lm-eval"),
         (("one", "--lm-eval", "x", "--include-path", "nowhere"), "nowhere: no such folder"),
+        (("one", "--lm-eval", "x", "--limit", "0"), "--limit must be at least 1; got 0"),
         (("one", "broken.jsonl"), "broken.jsonl: line 2: not valid JSON"),
         (("one", "choices.jsonl", "--plot", "no/such/place.png"), "there is no folder no/such"),
         (

@@ -314,3 +314,28 @@ def test_what_the_harness_cannot_do_is_one_line(both, tasks, monkeypatch):
         )
     with pytest.raises(ScratchLMError, match="does not fit the context of 96"):
         ours.generate_until(instances("generate_until", [("a", {"max_gen_toks": 96})]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "change", "told"),
+    [
+        (1, ("{{q}}", "{{missing.field}}"), "--lm-eval bad: 'missing' is undefined"),
+        (0, ("", ""), "--lm-eval bad: "),
+        (1, ("test_split", "num_fewshot: 50\nfewshot_split: test\ntest_split"), "--lm-eval bad: "),
+        (1, ("metric: acc", "metric: bypass"), "--lm-eval bad: the harness gave no figures"),
+    ],
+    ids=("field", "no cases", "too many examples", "no figures"),
+)
+def test_a_task_that_cannot_run_is_one_line(both, tmp_path, lines, change, told):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"q": "a", "c": ["b", "c"]}\n' * lines)
+    task = (
+        f"task: bad\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\n"
+        "doc_to_choice: '{{c}}'\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
+    )
+    (tmp_path / "bad.yaml").write_text(task.replace(*change) if change[0] else task)
+    with pytest.raises(ScratchLMError) as refused:
+        run_harness(both[0].evaluator, ["bad"], include_path=tmp_path)
+    assert str(refused.value).startswith(told)
+    assert "\n" not in str(refused.value)

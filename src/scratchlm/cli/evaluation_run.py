@@ -85,9 +85,9 @@ def harness_tasks(
     if names:
         if include_path is not None and not include_path.is_dir():
             raise ScratchLMError(f"--include-path {include_path}: no such folder")
-        for option, value in (("--num-fewshot", num_fewshot), ("--limit", limit)):
-            if value is not None and value < 0:
-                raise ValueError(f"{option} must not be negative; got {value}")
+        for option, value, least in (("--num-fewshot", num_fewshot, 0), ("--limit", limit, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{option} must be at least {least}; got {value}")
         return Harness(names, include_path, num_fewshot, limit, chat_template)
     given = {
         "--include-path": include_path is not None,

@@ -240,14 +240,17 @@ def run_harness(
             task_manager=manager,
             bootstrap_iters=1000,
         )
-    except (OSError, ConnectionError, ValueError) as error:  # data that is not there, mostly
-        if isinstance(error, OSError | ConnectionError) or "data" in str(error).lower():
-            raise ScratchLMError(f"--lm-eval {', '.join(tasks)}: {brief(error)}") from error
+    except (ScratchLMError, RuntimeError, MemoryError):
         raise
+    except Exception as error:  # of a task: data that is not there, a field that it does not have
+        why = brief(error) or type(error).__name__
+        raise ScratchLMError(f"--lm-eval {', '.join(tasks)}: {why}") from error
     samples = found.get("samples", {})
-    return [
-        _result(name, figures, samples.get(name, [])) for name, figures in found["results"].items()
-    ]
+    every = (_result(name, of, samples.get(name, [])) for name, of in found["results"].items())
+    results = [result for result in every if result.metrics]  # a group may have none of its own
+    if not results:
+        raise ScratchLMError(f"--lm-eval {', '.join(tasks)}: the harness gave no figures")
+    return results
 
 
 def _evaluate(**options: Any) -> dict[str, Any]:
