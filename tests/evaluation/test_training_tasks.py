@@ -79,7 +79,7 @@ def test_tasks_are_in_the_log_the_report_and_the_comparison(cli, tmp_path, monke
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("train.tasks=missing.jsonl", "missing.jsonl: No such file"),
+        ("train.tasks=missing.jsonl", "missing.jsonl: no such file"),
         ("train.tasks=3", "tasks must be text"),
         ("train.tasks=bad.jsonl", "bad.jsonl: line 1: must have the keys of one kind"),
         ("train.tasks=words.jsonl,sub/words.jsonl", "files of different names; got words, words"),
