@@ -254,7 +254,7 @@ def test_a_salt_keeps_callers_apart_and_forgetting_keeps_times_apart():
 def test_any_string_is_a_salt():
     engine = make_engine()
     handle = engine.submit(list(range(9)), max_new_tokens=1, seed=0, salt="\ud800")
-    assert len(handle.result().tokens) == 1
+    assert len(handle.result().token_ids) == 1
 
 
 def test_a_request_takes_pages_as_it_grows_and_not_before():
