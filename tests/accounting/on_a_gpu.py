@@ -56,8 +56,13 @@ def compute_dtype(x):
 
 
 def look_up(ids, weight, out_dtype):
-    """Inside the embedding's own autograd function, which saves what it saves."""
-    return weight[ids].to(out_dtype)
+    """Inside the embedding's own autograd function, which saves what it saves; row by row, as
+    the kernel needs no other memory.
+    """
+    out = torch.empty(*ids.shape, weight.shape[1], dtype=out_dtype)
+    for row, id_ in zip(out.view(-1, weight.shape[1]), ids.flatten().tolist(), strict=True):
+        row.copy_(weight[id_])
+    return out
 
 
 # Norms
