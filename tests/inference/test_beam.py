@@ -53,6 +53,14 @@ def test_one_beam_is_greedy():
     )
 
 
+def test_ids_beyond_the_tokenizer_are_shown_as_unknown_by_beams_too():
+    model, tokenizer = tiny_model(vocab_size=300), byte_tokenizer()
+    [beam] = beam_search(model, [5, 9], num_beams=1, max_new_tokens=15, tokenizer=tokenizer)
+    [row] = generate(model, [5, 9], sampling=GREEDY, max_new_tokens=15, tokenizer=tokenizer)
+    assert max(beam.token_ids) >= tokenizer.vocab_size
+    assert (beam.token_ids, beam.text) == (row.token_ids, row.text)
+
+
 def test_more_beams_never_find_worse_when_nothing_ends():
     model = tiny_model()
     scores = [

@@ -26,7 +26,7 @@ from torch import Tensor
 from scratchlm.inference.decoding import decode_one_token, prefill
 from scratchlm.inference.prompts import AnyTokenizer, Prompts, default_eos_ids, prompt_rows
 from scratchlm.inference.requests import generation_limits
-from scratchlm.inference.rows import FinishReason
+from scratchlm.inference.rows import FinishReason, push_token
 from scratchlm.model import TransformerLM
 
 EarlyStopping = bool | Literal["never"]
@@ -144,5 +144,7 @@ def _as_beam(
 ) -> Beam:
     ended = beam.ids[-1] in eos
     text_ids = beam.ids[:-1] if ended else beam.ids
-    text = "" if tokenizer is None else tokenizer.decode(text_ids)
+    decoder = None if tokenizer is None else tokenizer.stream_decoder()
+    text = "".join(push_token(decoder, token) for token in text_ids)
+    text += "" if decoder is None else decoder.finish()
     return Beam(list(beam.ids), text, score, beam.logprob, "end" if ended else "length")

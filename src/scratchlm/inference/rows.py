@@ -9,6 +9,7 @@ from typing import Literal
 from scratchlm.inference.prompts import AnyTokenizer
 from scratchlm.inference.sampling import Sampling
 from scratchlm.inference.stopping import StopStrings
+from scratchlm.tokenizer import StreamDecoder
 
 FinishReason = Literal["end", "stop", "length"]
 UNKNOWN = "\ufffd"
@@ -95,7 +96,7 @@ class Row:
         """Append a token; return it with the text that is now final."""
         self.ids.append(token)
         ended = token in self._eos_ids
-        text = "" if ended else self._stop.push(self._decode(token))
+        text = "" if ended else self._stop.push(push_token(self._decoder, token))
         full = self.step >= self.limit
         if (ended or full) and self._stop.found is None:
             text += self._stop.push("" if self._decoder is None else self._decoder.finish())
@@ -108,10 +109,12 @@ class Row:
             self.finish_reason = "length"
         return Piece(self.index, token, text, logprob, self.finish_reason)
 
-    def _decode(self, token: int) -> str:
-        if self._decoder is None:
-            return ""
-        try:
-            return self._decoder.push(token)
-        except ValueError:  # a model's vocabulary may be padded beyond its tokenizer's
-            return self._decoder.finish() + UNKNOWN
+
+def push_token(decoder: StreamDecoder | None, token: int) -> str:
+    """Decode one more token; an id that stands for none as U+FFFD, without a tokenizer nothing."""
+    if decoder is None:
+        return ""
+    try:
+        return decoder.push(token)
+    except ValueError:  # a model's vocabulary may be padded beyond its tokenizer's
+        return decoder.finish() + UNKNOWN
