@@ -358,7 +358,12 @@ def test_a_run_that_was_begun_keeps_its_adapter(tuned, base, chats, capsys):
         assert told in " ".join(capsys.readouterr().err.split())
     assert run_command("finetune", "elsewhere", chats, "--resume", "--out", tuned) == 2
     assert "was begun from" in " ".join(capsys.readouterr().err.split())
-    assert run_command("finetune", base, chats, "--resume", "--out", tuned, "--rank", 16) == 0
-    assert "going on with the run's own data" in " ".join(capsys.readouterr().err.split())
+    again = (base, chats, "--resume", "--out", tuned, "--rank", 16, "--val-fraction", 0.3)
+    assert run_command("finetune", *again) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "going on with the run's own data" in told
+    assert "--val-fraction has no effect now" in told
+    assert run_command("train", "--resume", "--out", tuned) == 2
+    assert "`scratchlm finetune` goes on with it" in " ".join(capsys.readouterr().err.split())
     assert run_command("finetune", "--out", tuned) == 2
     assert "holds a run already" in " ".join(capsys.readouterr().err.split())

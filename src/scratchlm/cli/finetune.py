@@ -207,7 +207,12 @@ def _plan(args: Any, machine: Machine) -> Plan:
     if has_run(args.out):
         check_same_tuning(args, read_plan(args.out))
         own = [path for path in (args.data, args.val) if path is not None]
-        again = TrainArgs(data=own, out=args.out, overrides={"train": args.overrides})
+        again = TrainArgs(
+            data=own,
+            out=args.out,
+            val_fraction=args.val_fraction,
+            overrides={"train": args.overrides},
+        )
         return continue_plan(again, machine, say_progress)
     make = make_tuning_plan if args.task is None else make_task_plan
     return make(args, machine, say_progress)

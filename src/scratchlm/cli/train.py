@@ -201,6 +201,7 @@ def _train(
     from scratchlm.cli.training_checks import check_place, leaving_nothing, name_unused
     from scratchlm.cli.training_console import TensorBoard
     from scratchlm.cli.training_setup import config_tables, continue_plan, make_plan
+    from scratchlm.errors import ScratchLMError
     from scratchlm.ops import OPS
     from scratchlm.training import has_run
     from scratchlm.training.checks import check_overrides
@@ -218,6 +219,10 @@ def _train(
         check_overrides(given.get("train", {}), where.type, ranks)
         machine = look_at_machine(where)
         plan = (continue_plan if begun else make_plan)(args, machine, say_progress)
+        if plan.tuning is not None:
+            raise ScratchLMError(
+                f"{args.out} is a run of fine-tuning; `scratchlm finetune` goes on with it"
+            )
         name_unused(args.overrides.get("train", {}), plan, ranks, say_progress)
         return machine, plan
 
