@@ -20,8 +20,7 @@ namespace {
 
 constexpr int ACROSS = 4;                  // rows of w in a tile
 constexpr int DOWN = LANES == 16 ? 6 : 3;  // rows of x in it: as many as registers allow
-constexpr int WIDE = 8;                    // rows of w where there are few of x
-constexpr int WIDE_DOWN = LANES == 16 ? 2 : 1;
+constexpr int WIDE = LANES;                // rows of w where there are few of x
 constexpr long DEPTH = 1024;  // of k at a time
 
 inline Vec load(const float* from) { return *(const AnyVec*)from; }
@@ -166,8 +165,8 @@ inline void dot_block(const float* x, long x_stride, long rows, const float* w, 
     long n = 0;
     if (rows < ACROSS)
         for (; n + WIDE <= columns; n += WIDE)
-            dot_columns<WIDE_DOWN, WIDE, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count,
-                                              to + n, stride);
+            dot_columns<1, WIDE, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                      stride);
     for (; n + ACROSS <= columns; n += ACROSS)
         dot_columns<DOWN, ACROSS, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
                                        stride);

@@ -269,7 +269,7 @@ class Forward {
     }
     long columns_at_once(long depth) const {
         if (quantized) return MOST_COLUMNS;  // whole panels
-        return std::clamp<long>(WEIGHTS / depth / ACROSS * ACROSS, ACROSS, MOST_COLUMNS);
+        return std::clamp<long>(WEIGHTS / depth / WIDE * WIDE, WIDE, MOST_COLUMNS);
     }
     static const float* bias_at(const Linear& linear, long n) {
         return linear.bias == nullptr ? nullptr : linear.bias + n;
