@@ -36,6 +36,7 @@ ODD = PLAIN.replace(
 DEEP = ODD.replace(d_model=130, d_ff=2_100, ffn=c.MLP("gelu"), num_layers=1)
 WIDE_GROUP = ODD.replace(num_heads=20, num_kv_heads=1)  # more heads than queries at once
 SHAPES = {**TAKEN, "odd": ODD, "deep": DEEP, "wide group": WIDE_GROUP}
+IN_16_BITS = {"qwen3, bfloat16": torch.bfloat16, "gpt2, float16": torch.float16}
 
 
 class Pool:
@@ -43,7 +44,9 @@ class Pool:
 
     def __init__(self, model, slots=4, page_size=4, fill=0.0, seed=0):
         per_slot = -(-model.config.context_length // page_size)
-        self.cache = PagedCache(model.config, slots * per_slot, page_size)
+        self.cache = PagedCache(
+            model.config, slots * per_slot, page_size, dtype=model.token_embeddings.weight.dtype
+        )
         self.cache.keys.fill_(fill)
         self.cache.values.fill_(fill)
         order = torch.randperm(slots * per_slot, generator=torch.Generator().manual_seed(seed))
@@ -81,9 +84,10 @@ def in_chunks(pool, slot, tokens, size, start=0):
     return logits
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*SHAPES, *IN_16_BITS])
 def model(request):
-    return build(SHAPES[request.param], dtype=torch.float32).eval()
+    shape, dtype = request.param.split(",")[0], IN_16_BITS.get(request.param, torch.float32)
+    return build(SHAPES[shape], dtype=dtype).eval()
 
 
 # The model's numbers
@@ -93,8 +97,58 @@ def test_logits_are_the_model_s_after_every_token(model):
     tokens = prompt(CONTEXT)
     pool = Pool(model)
     got = torch.cat([pool.read((1, [token], p)) for p, token in enumerate(tokens)])
+    within = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+    by = within[model.token_embeddings.weight.dtype]
     with torch.inference_mode():
-        torch.testing.assert_close(got, model(torch.tensor([tokens]))[0], atol=1e-5, rtol=1e-5)
+        expected = model(torch.tensor([tokens]))[0].float()
+    torch.testing.assert_close(got, expected, atol=by, rtol=by)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(shape, dtype):
+    model = build(SHAPES[shape], dtype=dtype).eval()
+    wide = copy.deepcopy(model).float()
+    ours, theirs, tokens = Pool(model), Pool(wide), prompt(CONTEXT)
+    ours.cache = PagedCache(model.config, ours.cache.num_pages, 4)  # keys in float32, too
+    ours.runner = CPURunner(model, ours.cache)
+    for start, stop in ((0, 1), (1, 4), (4, 40), (40, CONTEXT)):  # few and many rows of a product
+        rows = [(slot, tokens[start:stop], start) for slot in (1, 3)]
+        assert torch.equal(ours.read(*rows), theirs.read(*rows)), start
+    assert torch.equal(ours.kept(1, CONTEXT), theirs.kept(1, CONTEXT))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_of_16_bits_are_rounded_to_the_nearest_ties_to_even(dtype):
+    """Numbers of every size, halves between two neighbours, the largest, and what is no number."""
+    positive = torch.arange(0, 2**31, 2**31 // 60_000, dtype=torch.int32).view(torch.float32)
+    near = torch.randn(4_000).to(dtype).float()
+    halfway = (near + near.to(dtype).nextafter(torch.tensor(9.0, dtype=dtype)).float()) / 2
+    edges = torch.tensor([65504.0, 65519.9, 65520.0, 2.0**-14, 2.0**-24, 2.0**-25, 3.39e38])
+    numbers = torch.cat((positive, halfway, edges))
+    config = PLAIN.replace(
+        vocab_size=len(numbers),
+        d_model=1,
+        num_heads=1,
+        d_head=2,
+        num_layers=1,
+        positions=c.NoPositions(),
+        norm=c.NoNorm(),
+    )
+    model = build(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.token_embeddings.weight.copy_(numbers[:, None])
+        model.layers[0].attn.k_proj.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    cache = PagedCache(config, 1, 24, dtype=dtype)
+    runner = CPURunner(model, cache)
+    tables, last = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    for first in range(0, len(numbers), 24):
+        some = range(first, min(first + 24, len(numbers)))
+        runner.run(Step(list(some), [len(some)], [0], [0], [False]), tables, last)
+        expected = torch.stack((numbers[some], -numbers[some]), -1).to(dtype)
+        found = cache.keys[0, 0, 0, : len(some)]
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), first
 
 
 def test_it_is_as_exact_as_torch_s_own():
@@ -387,6 +441,19 @@ def test_weights_that_moved_or_changed_are_found():
     torch.testing.assert_close(pool.read((0, [1, 2, 3], 0)), expected(), atol=1e-5, rtol=1e-5)
     model.double()
     assert not pool.runner.unchanged
+
+
+def test_norms_and_biases_of_16_bits_are_read_anew_in_every_step():
+    model = build(FAMILIES["gpt2"], dtype=torch.bfloat16).eval()
+    pool = Pool(model)
+    for vector in (model.layers[0].ln1.weight, model.layers[1].ffn.w1.bias, model.ln_final.bias):
+        before = pool.read((0, [1, 2, 3], 0))
+        with torch.no_grad():
+            vector.mul_(2)
+        assert pool.runner.unchanged
+        after = pool.read((0, [1, 2, 3], 0))
+        assert not torch.equal(after, before)
+        assert torch.equal(after, Pool(model).read((0, [1, 2, 3], 0)))
 
 
 def test_other_models_are_not_taken():

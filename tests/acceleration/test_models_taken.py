@@ -9,9 +9,10 @@ import torch
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import config as kinds
 from scratchlm.accelerate import accelerate, plain
+from scratchlm.accelerate.cpu_runner import CPURunner
 from scratchlm.accelerate.decoding import HANDLED, make_runner, why_not_config, why_not_cpu
 from scratchlm.accelerate.joined_weights import as_one_matrix, join_weights
-from scratchlm.inference import GREEDY, generate, stream
+from scratchlm.inference import GREEDY, Engine, generate, stream
 from scratchlm.ops import OPS
 from scratchlm.paged import PagedCache
 from tiny_models import FAMILIES, PLAIN, build, ids
@@ -87,7 +88,7 @@ def test_global_hooks_are_called():
 
 def test_a_model_that_is_not_taken_is_refused_with_the_reason():
     model = build(PLAIN, dtype=torch.float64)
-    assert why_not_cpu(model) == "weights that are not float32"
+    assert why_not_cpu(model) == "weights that are not all bfloat16, all float16 or all float32"
     cache = PagedCache(PLAIN, 1, 16, dtype=torch.float64)
     assert make_runner(model, cache, max_rows=1, exact=False) is None
     hooked = build(PLAIN, dtype=torch.float32)
@@ -101,6 +102,14 @@ def test_a_model_that_is_not_taken_is_refused_with_the_reason():
     experts = PLAIN.replace(ffn=kinds.MoE(2, 1))
     assert why_not_cpu(build(experts, dtype=torch.float32)) == "MoE in the config"
     assert why_not_cpu(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_cpu_the_engine_reads_a_checkpoint_of_any_dtype_in_c(dtype):
+    for name in ("llama", "gpt2"):
+        engine = Engine(build(FAMILIES[name], dtype=dtype), num_pages=4)
+        assert isinstance(engine.runner, CPURunner)
+        assert engine.cache.keys.dtype == dtype
 
 
 def test_user_provided_ops_are_called():

@@ -8,9 +8,9 @@ Every sum has an order of its own. So the logits of a request are the same to th
 others, its prompt read at once or in chunks, its first pages written by another request or not, on
 any number of threads.
 
-The C++ code reads the model's weights where they lie. Whoever calls asks `unchanged` before a step:
-it is false once a module was hooked or replaced, and then the model itself must read the step. It
-also finds weights again that have moved.
+The C++ code reads the model's weights where they lie, in float32, bfloat16 or float16, and computes
+in float32. Whoever calls asks `unchanged` before a step: it is false once a module was hooked or
+replaced, and then the model itself must read the step. It also finds weights again that have moved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from scratchlm.quantization.layers import QuantizedLayer
 NORMS: dict[type, int] = {kinds.NoNorm: 0, kinds.RMSNorm: 1, kinds.LayerNorm: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 LAYOUTS = {"interleaved": 1, "half": 2}
-KV_KINDS = {None: 0, "int8": 1, "fp8": 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_KINDS = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 # The structures of step.cpp
 
@@ -68,6 +69,7 @@ class _Layer(ctypes.Structure):
 _SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
 _KINDS = (
     *("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size", "kv_kind"),
+    *("dtype", "positions_dtype"),
 )
 _LISTS = ("tokens", "counts", "starts", "slots", "num_logits")
 
@@ -179,7 +181,9 @@ class CPURunner:
             rope=0 if rope is None else LAYOUTS[rope.layout],
             num_pages=cache.num_pages,
             page_size=cache.page_size,
-            kv_kind=KV_KINDS[cache.kv_dtype],
+            kv_kind=KV_KINDS[cache.keys.dtype],
+            dtype=DTYPES[model.token_embeddings.weight.dtype],
+            positions_dtype=0 if table is None else DTYPES[table.dtype],
             embeddings=_linear(model.token_embeddings),
             positions=_address(table),
             cos=None if rope is None else _address(rope.cos),
@@ -235,7 +239,6 @@ def _norm(module: nn.Module | None) -> _Norm:
 def _address(tensor: Any) -> int | None:
     if tensor is None:
         return None
-    assert tensor.dtype == torch.float32
     assert tensor.is_contiguous()
     return int(tensor.data_ptr())
 

@@ -107,11 +107,8 @@ def why_not_cpu(model: TransformerLM) -> str | None:
     """Return why the CPU runner cannot take this model here, or None when it can."""
     from scratchlm.accelerate.quantized import SOURCE
 
-    weight = model.token_embeddings.weight
-    if weight.device.type != "cpu":
+    if model.token_embeddings.weight.device.type != "cpu":
         return "a model that is not on a CPU"
-    if weight.dtype != torch.float32:
-        return "weights that are not float32"
     reason = why_not_model(model) or why_not_layout(model, PANELS)
     if reason is None and native.library(SOURCE) is None:
         return f"a model without C++ kernels ({native.why_not(SOURCE)})"

@@ -8,13 +8,7 @@
 
 #pragma once
 
-#include <cstring>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "cpu_tiles.h"
+#include "numbers.h"
 
 namespace {
 
@@ -22,21 +16,6 @@ constexpr int ACROSS = 4;                  // rows of w in a tile
 constexpr int DOWN = LANES == 16 ? 6 : 3;  // rows of x in it: as many as registers allow
 constexpr int WIDE = LANES;                // rows of w where there are few of x
 constexpr long DEPTH = 1024;  // of k at a time
-
-inline Vec load(const float* from) { return *(const AnyVec*)from; }
-inline void store(float* to, Vec x) { *(AnyVec*)to = x; }
-
-// The first `count` numbers, and 0 in the other lanes.
-inline Vec load(const float* from, long count) {
-    if (count >= LANES) return load(from);
-    Vec x{};
-    std::memcpy(&x, from, count * sizeof(float));
-    return x;
-}
-inline void store(float* to, Vec x, long count) {
-    if (count >= LANES) return store(to, x);
-    std::memcpy(to, &x, count * sizeof(float));
-}
 
 // Loaded once: GCC would read it again with every product, and reads are what limits a tile.
 inline __attribute__((always_inline)) Vec in_register(Vec x) {
@@ -90,13 +69,10 @@ inline float lane_sum(Vec x) {
 }
 
 // sum[r, c] += x[r] · w[c] for one vector of each row: the fewer stay, the more pass by.
-template <int R, int C>
-inline __attribute__((always_inline)) void add_products(Vec* sum, const float* x, long x_stride,
-                                                        const float* w, long w_stride) {
-    constexpr bool X_STAYS = R <= C;
-    constexpr int STAY = X_STAYS ? R : C, PASS = X_STAYS ? C : R;
-    const float *stays = X_STAYS ? x : w, *passes = X_STAYS ? w : x;
-    long stays_stride = X_STAYS ? x_stride : w_stride, stride = X_STAYS ? w_stride : x_stride;
+template <int STAY, int PASS, class Stays, class Passes, class Index>
+inline __attribute__((always_inline)) void add_products(Vec* sum, const Stays* stays,
+                                                        long stays_stride, const Passes* passes,
+                                                        long stride, Index index) {
     Vec a[STAY];
 #pragma GCC unroll 8
     for (int i = 0; i < STAY; ++i) a[i] = load(stays + i * stays_stride);
@@ -105,26 +81,38 @@ inline __attribute__((always_inline)) void add_products(Vec* sum, const float* x
         Vec b = load(passes + j * stride);
         if (STAY > 1) b = in_register(b);
 #pragma GCC unroll 8
-        for (int i = 0; i < STAY; ++i) {
-            Vec& to = sum[X_STAYS ? i * C + j : j * C + i];
-            to = fma(a[i], b, to);
-        }
+        for (int i = 0; i < STAY; ++i) sum[index(i, j)] = fma(a[i], b, sum[index(i, j)]);
     }
+}
+template <int R, int C, class Number>
+inline __attribute__((always_inline)) void add_products(Vec* sum, const float* x, long x_stride,
+                                                        const Number* w, long w_stride) {
+    if constexpr (R <= C)
+        add_products<R, C>(sum, x, x_stride, w, w_stride, [](int i, int j) { return i * C + j; });
+    else
+        add_products<C, R>(sum, w, w_stride, x, x_stride, [](int i, int j) { return j * C + i; });
 }
 
 // R rows of x with C rows of w: to[r · stride + c] = Σ_k, or += with ADD. Fetch `ahead` meanwhile.
-template <int R, int C, bool ADD>
-inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride, const float* w,
+template <int R, int C, bool ADD, class Number>
+inline __attribute__((always_inline)) void dot_tile(const float* x, long x_stride, const Number* w,
                                                     long w_stride, long count, float* to,
-                                                    long stride, const float* ahead) {
+                                                    long stride, const Number* ahead) {
     constexpr int VECTORS = (R * C + LANES - 1) / LANES * LANES;
+    constexpr int LINE = LANES * sizeof(float) / sizeof(Number);  // of the cache
+    // Rows of `ahead`. Of one row's products in 16 bits no other tile fetches the rest.
+    constexpr int AHEAD = R == 1 && LINE > LANES ? C : std::min(C, 2);
     Vec sum[VECTORS] = {};
     long k = 0;
-    for (; k + LANES <= count; k += LANES) {
-        __builtin_prefetch(ahead + k);
-        if (C > 1) __builtin_prefetch(ahead + w_stride + k);
-        add_products<R, C>(sum, x + k, x_stride, w + k, w_stride);
+    for (; k + LINE <= count; k += LINE) {
+#pragma GCC unroll 16
+        for (int c = 0; c < AHEAD; ++c) __builtin_prefetch(ahead + c * w_stride + k, 0, 1);
+#pragma GCC unroll 2
+        for (long i = 0; i < LINE; i += LANES)
+            add_products<R, C>(sum, x + k + i, x_stride, w + k + i, w_stride);
     }
+    for (; k + LANES <= count; k += LANES)
+        add_products<R, C>(sum, x + k, x_stride, w + k, w_stride);
     if (k < count) {
         for (int r = 0; r < R; ++r) {
             Vec a = load(x + r * x_stride + k, count - k);
@@ -145,8 +133,8 @@ inline __attribute__((always_inline)) void dot_tile(const float* x, long x_strid
 }
 
 // All rows of x with C rows of w, R of x at a time, then less.
-template <int R, int C, bool ADD>
-inline void dot_columns(const float* x, long x_stride, long rows, const float* w, long w_stride,
+template <int R, int C, bool ADD, class Number>
+inline void dot_columns(const float* x, long x_stride, long rows, const Number* w, long w_stride,
                         long count, float* to, long stride, long tile = 0) {
     long r = 0;
     for (; r + R <= rows; r += R, ++tile)  // each tile fetches two of the next rows of w
@@ -159,8 +147,8 @@ inline void dot_columns(const float* x, long x_stride, long rows, const float* w
                                       to + r * stride, stride, tile);
 }
 
-template <bool ADD>
-inline void dot_block(const float* x, long x_stride, long rows, const float* w, long w_stride,
+template <bool ADD, class Number>
+inline void dot_block(const float* x, long x_stride, long rows, const Number* w, long w_stride,
                       long columns, long count, float* to, long stride) {
     long n = 0;
     if (rows < ACROSS)
@@ -176,7 +164,8 @@ inline void dot_block(const float* x, long x_stride, long rows, const float* w, 
 }
 
 // to[m, n] = Σ_k x[m, k] · w[n, k] for all rows of x and `columns` rows of w.
-inline void dots(const float* x, long x_stride, long rows, const float* w, long w_stride,
+template <class Number>
+inline void dots(const float* x, long x_stride, long rows, const Number* w, long w_stride,
                  long columns, long count, float* to, long stride) {
     dot_block<false>(x, x_stride, rows, w, w_stride, columns, std::min(count, DEPTH), to, stride);
     for (long k = DEPTH; k < count; k += DEPTH)

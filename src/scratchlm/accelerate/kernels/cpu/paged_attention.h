@@ -5,13 +5,13 @@
 // The sum of P is by lanes: position j goes to lane j mod LANES, in order. O is summed position by
 // position. So nothing depends on the pages, or on the queries that are computed together.
 // Logarithms are of base 2: queries are multiplied by log₂e / √d. Of keys that no query of a block
-// sees, nothing is read. Keys and values of 8 bits (`kv_codes.h`) are widened page by page.
+// sees, nothing is read. Keys and values of 8 or 16 bits (`kv_rows.h`) are widened page by page.
 
 #pragma once
 
 #include <limits>
 
-#include "kv_codes.h"
+#include "kv_rows.h"
 #include "row_ops.h"
 
 namespace {
@@ -45,9 +45,9 @@ struct Pages {  // of one request, one layer and one key head
             if (end < to)
                 fetch(at(kept, end), std::min(to - end, page_size) * width * kv_bytes(kind));
             const float* rows = (const float*)at(kept, from);
-            if (kind != KV_FLOAT) {
-                read_codes(kind, at(kept, from), kept.scales + row_of(from), end - from, width,
-                           widened);
+            if (kind != KV_FLOAT32) {
+                read_rows(kind, at(kept, from), kept.scales + row_of(from), end - from, width,
+                          widened);
                 rows = widened;
             }
             work(from, end - from, rows);

@@ -21,26 +21,13 @@ inline Small small_at(const uint8_t* from) { return *(const AnySmall*)from; }
 // Bits that cross from one byte into the next must be masked away: there are no shifts of bytes.
 inline Small right(Small x, int by) { return (Small)((SmallPairs)x >> by); }
 
-inline float half_at(const uint8_t* from) {
-    uint16_t bits;
-    std::memcpy(&bits, from, 2);
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, rest = bits & 1023;
-    if (exponent == 0) {
-        float value = (float)rest * 5.9604644775390625e-8f;  // 2⁻²⁴
-        return sign != 0 ? -value : value;
-    }
-    uint32_t wide = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | rest << 13;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
-}
-
 template <class Number>
 inline Number number_at(const void* from) {
     Number found;
     std::memcpy(&found, from, sizeof found);
     return found;
 }
+inline float half_at(const uint8_t* from) { return widen(number_at<Float16>(from)); }
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512VNNI__)
 

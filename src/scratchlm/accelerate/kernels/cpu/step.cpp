@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t LAST = -1;
 constexpr long TOKENS = 64;         // rows of a product at a time
 constexpr long FEW = 8;             // rows of what is done row by row
-constexpr long WEIGHTS = 32 << 10;  // numbers of a matrix at a time
+constexpr long WEIGHTS = 128 << 10;  // bytes of a matrix at a time
 constexpr long MOST_COLUMNS = 64;
 constexpr double WORTH_SHARING = 1 << 21;  // products of a step
 
@@ -41,7 +41,9 @@ struct Memory {
 };
 
 class Forward {
-    const Model& m;
+    Model m;  // with vectors in float32
+    std::vector<Layer> layers;
+    std::vector<std::vector<float>> vectors;  // what was widened; weights may change between steps
     const Step& step;
     std::vector<Token> tokens;
     std::vector<long> chosen;  // tokens whose logits are asked for
@@ -68,13 +70,14 @@ class Forward {
     }
 
   public:
-    Forward(const Model& m, const Step& step) : m(m), step(step) {
+    Forward(const Model& model, const Step& step)
+        : m(model), layers(model.layers, model.layers + model.num_layers), step(step) {
+        m.layers = layers.data();
         quantized = is_quantized(m.head);
-        for (long i = 0; i < m.num_layers; ++i) {
-            const Layer& layer = m.layers[i];
+        for (const Layer& layer : layers)
             quantized |= is_quantized(layer.q, layer.k, layer.v, layer.out, layer.up, layer.gate,
                                       layer.down);
-        }
+        if (m.dtype != FLOAT32) widen_vectors();
     }
 
     Result check() {
@@ -147,6 +150,33 @@ class Forward {
     }
 
   private:
+    // Norms and biases of a model in 16 bits
+
+    void widen_vector(const float*& vector, long count) {
+        if (vector == nullptr) return;
+        vectors.emplace_back(count);
+        with_numbers(m.dtype, vector,
+                     [&](auto* from) { widen_row(from, count, vectors.back().data()); });
+        vector = vectors.back().data();
+    }
+    void widen_vectors() {
+        for (Layer& layer : layers) {
+            for (Norm* norm : {&layer.norm1, &layer.norm2}) widen_norm(*norm, m.d_model);
+            for (Norm* norm : {&layer.q_norm, &layer.k_norm}) widen_norm(*norm, m.d_head);
+            widen_vector(layer.q.bias, heads_width());
+            for (Linear* linear : {&layer.k, &layer.v})
+                widen_vector(linear->bias, m.num_kv_heads * m.d_head);
+            for (Linear* linear : {&layer.out, &layer.down}) widen_vector(linear->bias, m.d_model);
+            for (Linear* linear : {&layer.up, &layer.gate}) widen_vector(linear->bias, m.d_ff);
+        }
+        widen_norm(m.norm, m.d_model);
+        widen_vector(m.head.bias, m.vocab);
+    }
+    void widen_norm(Norm& norm, long count) {
+        widen_vector(norm.weight, count);
+        widen_vector(norm.bias, count);
+    }
+
     const int32_t* table(long slot) const { return step.tables + slot * step.table_stride; }
 
     long first_seen(long position) const {  // by the layer that sees farthest
@@ -203,14 +233,17 @@ class Forward {
     void embed(long t) const {
         float* to = x + t * m.d_model;
         if (m.embeddings.format == WIDE_WEIGHTS)
-            std::memcpy(to, m.embeddings.weight + tokens[t].id * m.d_model,
-                        m.d_model * sizeof(float));
+            with_numbers(m.dtype, m.embeddings.weight, [&](auto* table) {
+                widen_row(table + tokens[t].id * m.d_model, m.d_model, to);
+            });
         else
             dequantize_row(m.embeddings.format, (const uint8_t*)m.embeddings.weight, tokens[t].id,
                            m.d_model, to);
         if (m.positions == nullptr) return;
-        const float* add = m.positions + tokens[t].position * m.d_model;
-        for (long i = 0; i < m.d_model; ++i) to[i] += add[i];
+        with_numbers(m.positions_dtype, m.positions, [&](auto* table) {
+            auto* add = table + tokens[t].position * m.d_model;
+            for (long i = 0; i < m.d_model; ++i) to[i] += widen(add[i]);
+        });
     }
 
     // `rounds`: whether a product follows that takes rows in 8 bits
@@ -254,11 +287,8 @@ class Forward {
         }
     }
     void keep(const float* from, long row, uint8_t* rows, float* scales) const {
-        uint8_t* to = rows + row * m.d_head * kv_bytes(m.kv_kind);
-        if (m.kv_kind == KV_FLOAT)
-            std::memcpy(to, from, m.d_head * sizeof(float));
-        else
-            scales[row] = write_codes(m.kv_kind, from, m.d_head, to);
+        write_row(m.kv_kind, from, m.d_head, rows + row * m.d_head * kv_bytes(m.kv_kind),
+                  scales + row);
     }
 
     // Products
@@ -269,7 +299,8 @@ class Forward {
     }
     long columns_at_once(long depth) const {
         if (quantized) return MOST_COLUMNS;  // whole panels
-        return std::clamp<long>(WEIGHTS / depth / WIDE * WIDE, WIDE, MOST_COLUMNS);
+        long row = depth * (m.dtype == FLOAT32 ? 4 : 2);
+        return std::clamp<long>(WEIGHTS / row / WIDE * WIDE, WIDE, MOST_COLUMNS);
     }
     static const float* bias_at(const Linear& linear, long n) {
         return linear.bias == nullptr ? nullptr : linear.bias + n;
@@ -299,8 +330,10 @@ class Forward {
     void multiply(const Linear& linear, const float* from, long depth, long first, long rows,
                   long n, long columns, float* to, long stride) const {
         if (linear.format == WIDE_WEIGHTS)
-            return dots(from + first * padded(depth), padded(depth), rows,
-                        linear.weight + n * depth, depth, columns, depth, to, stride);
+            return with_numbers(m.dtype, linear.weight, [&](auto* weight) {
+                dots(from + first * padded(depth), padded(depth), rows, weight + n * depth, depth,
+                     columns, depth, to, stride);
+            });
         const uint8_t* panels = (const uint8_t*)linear.weight;
         multiply_panels(linear.format,
                         panels + n / PANEL_ROWS * panel_bytes(linear.format, depth),

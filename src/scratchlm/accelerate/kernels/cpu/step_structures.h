@@ -7,8 +7,9 @@
 namespace {
 
 struct Linear {
-    const float *weight, *bias;  // (out, in); bias may be missing
-    int64_t format;              // of the weight: panels of bytes, unless it is wide
+    const void* weight;  // (out, in)
+    const float* bias;   // may be missing
+    int64_t format;      // of the weight: panels of bytes, unless it is wide
 };
 
 struct Layer {
@@ -27,8 +28,10 @@ struct Model {
     int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
     int64_t norm_kind, activation, rope;
     int64_t num_pages, page_size, kv_kind;
+    int64_t dtype, positions_dtype;  // of what is wide: matrices, norms, biases; of `positions`
     Linear embeddings;
-    const float *positions, *cos, *sin;
+    const void* positions;
+    const float *cos, *sin;
     const Layer* layers;
     Norm norm;
     Linear head;

@@ -1,4 +1,5 @@
-// Keys and values in 8 bits, as `ops/quantized_cache.py` defines them, bit for bit.
+// Keys and values as they are stored: in float32, in 16 bits, or in 8 with a scale for each row, as
+// `ops/quantized_cache.py` defines them, bit for bit.
 //
 //     s = max |x| / M        c = round(x / s)        x̂ = c · s
 //
@@ -6,16 +7,17 @@
 
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
+
+#include "numbers.h"
 
 namespace {
 
-enum KVKind { KV_FLOAT, KV_INT8, KV_FP8 };  // fp8 is e4m3: 1 sign, 4 exponent, 3 mantissa bits
+// The first three are dtypes; fp8 is e4m3: 1 sign, 4 exponent, 3 mantissa bits.
+enum KVKind { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16, KV_INT8, KV_FP8 };
 
-inline long kv_bytes(long kind) { return kind == KV_FLOAT ? 4 : 1; }
+inline bool is_code(long kind) { return kind == KV_INT8 || kind == KV_FP8; }
+inline long kv_bytes(long kind) { return kind == KV_FLOAT32 ? 4 : is_code(kind) ? 1 : 2; }
 
 inline uint8_t fp8_code(float x) {  // |x| ≤ 448 and a little, to the nearest, ties to even
     uint32_t bits;
@@ -61,9 +63,23 @@ inline float write_codes(long kind, const float* from, long width, uint8_t* to) 
     return scale;
 }
 
-// Widen `rows` rows of codes.
-inline void read_codes(long kind, const uint8_t* codes, const float* scales, long rows, long width,
-                       float* to) {
+// Write one row; the scale of a row of codes goes to `scale`.
+inline void write_row(long kind, const float* from, long width, uint8_t* to, float* scale) {
+    if (is_code(kind)) {
+        *scale = write_codes(kind, from, width, to);
+        return;
+    }
+    with_numbers(kind, to, [&](auto* numbers) {
+        for (long d = 0; d < width; ++d) narrow(from[d], numbers[d]);
+    });
+}
+
+// Widen `rows` rows.
+inline void read_rows(long kind, const uint8_t* codes, const float* scales, long rows, long width,
+                      float* to) {
+    if (!is_code(kind))
+        return with_numbers(kind, codes,
+                            [&](auto* numbers) { widen_row(numbers, rows * width, to); });
     for (long r = 0; r < rows; ++r, codes += width, to += width) {
         float scale = scales[r];
         if (kind == KV_INT8)
