@@ -27,7 +27,7 @@ CONTEXT = 96
 TAKEN = {
     name: config.replace(context_length=CONTEXT)
     for name, config in FAMILIES.items()
-    if name not in ("mixtral", "post-norm")
+    if name != "post-norm"
 }
 # Sizes that fill no vector and no tile; and sums longer than a block of them.
 ODD = PLAIN.replace(
@@ -250,8 +250,9 @@ def test_what_no_request_has_written_is_never_read(model):
 LARGE = ModelConfig(3000, 160, 256, 3, 8, num_kv_heads=4, d_ff=1200)
 
 
-def test_threads_change_no_bit():
-    model = build(LARGE, dtype=torch.float32).eval()
+@pytest.mark.parametrize("ffn", [c.SwiGLU(), c.MoE(9, 3)])
+def test_threads_change_no_bit(ffn):
+    model = build(LARGE.replace(ffn=ffn), dtype=torch.float32).eval()
     rows = [(slot, prompt(draw, slot, 3000), 0) for slot, draw in enumerate((150, 1, 33, 64))]
     found, threads = [], torch.get_num_threads()
     try:
@@ -287,6 +288,8 @@ def configs(draw):
     positions = [c.Rotary(1e4, draw(layout)), c.Learned(), c.NoPositions()]
     norms = [c.RMSNorm(), c.LayerNorm(bias=draw(st.booleans())), c.NoNorm()]
     bias = draw(st.booleans())
+    chosen = draw(st.integers(1, 4))
+    experts = draw(st.integers(chosen, 20)), chosen, draw(st.booleans())
     activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]))
     return ModelConfig(
         vocab_size=draw(st.integers(2, 70)),
@@ -299,7 +302,7 @@ def configs(draw):
         d_ff=draw(st.integers(1, 100)),
         positions=draw(st.sampled_from(positions)),
         norm=draw(st.sampled_from(norms)),
-        ffn=draw(st.sampled_from([c.SwiGLU(bias), c.MLP(activation, bias)])),
+        ffn=draw(st.sampled_from([c.SwiGLU(bias), c.MLP(activation, bias), c.MoE(*experts)])),
         attention=c.Attention(
             qk_norm=draw(st.booleans()),
             bias=draw(st.sampled_from(["none", "qkv", "all"])),
@@ -463,7 +466,7 @@ def test_other_models_are_not_taken():
 
     assert isinstance(runner_of(build(PLAIN, dtype=torch.float32)), CPURunner)
     assert runner_of(build(PLAIN, dtype=torch.float64)) is None
-    for family in ("mixtral", "post-norm"):
+    for family in ("post-norm",):
         model = build(FAMILIES[family], dtype=torch.float32)
         assert runner_of(model) is None
         with pytest.raises(ValueError, match="does not take"):

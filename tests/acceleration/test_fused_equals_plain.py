@@ -53,6 +53,7 @@ ELSEWHERE = {
     "qkv_rope_attention": "needs a Hopper GPU",
     "swiglu_gemm": "needs a Hopper GPU",
     "cpu_quantized_linear": "tests/acceleration/test_quantized_cpu.py",
+    "cpu_quantized_experts": "tests/acceleration/test_quantized_cpu.py",
     "cpu_quantized_head": "tests/acceleration/test_quantized_cpu.py",
     "gpu_quantized_linear": "tests/acceleration/test_quantized_gemv_kernel.py",
     "gpu_quantized_head": "tests/acceleration/test_quantized_gemv_kernel.py",

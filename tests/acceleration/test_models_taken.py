@@ -10,7 +10,13 @@ from scratchlm import ModelConfig, TransformerLM
 from scratchlm import config as kinds
 from scratchlm.accelerate import accelerate, plain
 from scratchlm.accelerate.cpu_runner import CPURunner
-from scratchlm.accelerate.decoding import HANDLED, make_runner, why_not_config, why_not_cpu
+from scratchlm.accelerate.decoding import (
+    EXPERTS,
+    HANDLED,
+    make_runner,
+    why_not_config,
+    why_not_cpu,
+)
 from scratchlm.accelerate.joined_weights import as_one_matrix, join_weights
 from scratchlm.inference import GREEDY, Engine, generate, stream
 from scratchlm.ops import OPS
@@ -23,7 +29,7 @@ TAKEN = [
 
 
 def test_only_these_families_are_not_taken():
-    assert FAMILIES.keys() - TAKEN == {"mixtral", "post-norm"}
+    assert FAMILIES.keys() - TAKEN == {"post-norm"}
 
 
 # Models that change while a request is decoded
@@ -99,8 +105,7 @@ def test_a_model_that_is_not_taken_is_refused_with_the_reason():
         pass
 
     assert "a model that is hooked, replaced" in why_not_cpu(Other(PLAIN))
-    experts = PLAIN.replace(ffn=kinds.MoE(2, 1))
-    assert why_not_cpu(build(experts, dtype=torch.float32)) == "MoE in the config"
+    assert why_not_config(PLAIN.replace(ffn=kinds.MoE(2, 1))) == "MoE in the config"  # a GPU's
     assert why_not_cpu(build(FAMILIES["post-norm"], dtype=torch.float32)) == "post-norm blocks"
 
 
@@ -146,12 +151,16 @@ def config_classes():
 def test_every_field_of_a_config_is_handled_or_refused_by_name():
     """Whoever adds a field must say whether decoders know it."""
     scalings = {kind for kind in config_classes() if kind.__name__.endswith("Scaling")}
-    assert config_classes() - HANDLED.keys() - scalings == {kinds.MoE}  # refused by its type
-    for kind, handled in HANDLED.items():
+    on_cpu = HANDLED | EXPERTS
+    assert config_classes() - on_cpu.keys() == scalings
+    assert EXPERTS.keys() == {kinds.MoE}  # which a GPU refuses by its type
+    for kind, handled in on_cpu.items():
         names = {field.name for field in dataclasses.fields(kind)}
         assert names == handled, kind
     for family in FAMILIES.values():
-        refused = isinstance(family.ffn, kinds.MoE) or family.norm_placement == "post"
+        post = family.norm_placement == "post"
+        assert (why_not_config(family, on_cpu) is not None) == post
+        refused = isinstance(family.ffn, kinds.MoE) or post
         assert (why_not_config(family) is not None) == refused
 
 

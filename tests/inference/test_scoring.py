@@ -118,7 +118,7 @@ def test_scores_are_those_of_a_full_forward(family):
         assert found.total == pytest.approx(values.sum().item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])  # the CPU's runner, and the model itself
+@pytest.mark.parametrize("family", ["llama", "post-norm"])  # the CPU's runner, and the model itself
 def test_a_score_is_the_same_to_the_bit_alone_and_where_its_beginning_was_found(family):
     model = build(FAMILIES[family], dtype=torch.float32)
     generator = torch.Generator().manual_seed(2)
@@ -133,7 +133,7 @@ def test_a_score_is_the_same_to_the_bit_alone_and_where_its_beginning_was_found(
         assert likelihoods(alone, [pair]) == [found]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "post-norm"])
 def test_where_scoring_begins_changes_no_bit_and_nor_does_the_size_of_steps(family):
     model = build(FAMILIES[family], dtype=torch.float32)
     ids = torch.randint(29, (22,), generator=torch.Generator().manual_seed(3)).tolist()

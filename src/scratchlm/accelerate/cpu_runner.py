@@ -60,7 +60,7 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("q_norm", "k_norm")),
         ("out", _Linear),
         ("norm2", _Norm),
-        *((name, _Linear) for name in ("up", "gate", "down")),
+        *((name, _Linear) for name in ("router", "up", "gate", "down")),
         *((name, _Address) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", _Size),
     ]
@@ -69,7 +69,7 @@ class _Layer(ctypes.Structure):
 _SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
 _KINDS = (
     *("vocab", "context", "norm_kind", "activation", "rope", "num_pages", "page_size", "kv_kind"),
-    *("dtype", "positions_dtype"),
+    *("num_experts", "experts_per_token", "renormalize", "dtype", "positions_dtype"),
 )
 _LISTS = ("tokens", "counts", "starts", "slots", "num_logits")
 
@@ -182,6 +182,9 @@ class CPURunner:
             num_pages=cache.num_pages,
             page_size=cache.page_size,
             kv_kind=KV_KINDS[cache.keys.dtype],
+            num_experts=ffn.num_experts if isinstance(ffn, kinds.MoE) else 0,
+            experts_per_token=ffn.experts_per_token if isinstance(ffn, kinds.MoE) else 0,
+            renormalize=isinstance(ffn, kinds.MoE) and ffn.renormalize,
             dtype=DTYPES[model.token_embeddings.weight.dtype],
             positions_dtype=0 if table is None else DTYPES[table.dtype],
             embeddings=_linear(model.token_embeddings),
@@ -208,6 +211,7 @@ def _layer(layer: Any, cache: PagedCache, number: int) -> _Layer:
         k_norm=_norm(attn.k_norm),
         out=_linear(attn.output_proj),
         norm2=_norm(layer.ln2),
+        router=_linear(getattr(ffn, "router", None)),
         up=_linear(ffn.w1),
         gate=_linear(getattr(ffn, "w3", None)),
         down=_linear(ffn.w2),

@@ -7,6 +7,7 @@ module that is not plain (`table.py`), is refused by name, and the model itself 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain, repeat
@@ -25,7 +26,7 @@ from scratchlm.paged import PagedCache, Runner
 from scratchlm.quantization.layers import QuantizedLayer
 from scratchlm.quantization.layouts import PANELS, PLANES
 
-# Fields of a config and of its parts that both runners handle.
+# Fields of a config and of its parts that both runners handle, by the part they belong to.
 HANDLED: dict[type, set[str]] = {
     ModelConfig: {
         *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff"),
@@ -43,25 +44,29 @@ HANDLED: dict[type, set[str]] = {
     kinds.NoNorm: set(),
     kinds.Attention: {"qk_norm", "sliding_window", "bias"},
 }
+# Of the CPU runner alone:
+EXPERTS: dict[type, set[str]] = {
+    kinds.MoE: {"num_experts", "experts_per_token", "renormalize", "load_balance_weight"},
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_not_config(config: ModelConfig) -> str | None:
-    """Return what of a config the runners do not handle, or None."""
+def why_not_config(config: ModelConfig, handled: Mapping[type, set[str]] = HANDLED) -> str | None:
+    """Return what of a config a runner does not handle, or None."""
     if config.norm_placement != "pre":
         return "post-norm blocks"
     for part in (config, config.positions, config.ffn, config.norm, config.attention):
-        if type(part) not in HANDLED:
+        if type(part) not in handled:
             return f"{type(part).__name__} in the config"
-        unknown = {field.name for field in fields(part)} - HANDLED[type(part)]
+        unknown = {field.name for field in fields(part)} - handled[type(part)]
         if unknown:
             return f"the config's field {min(unknown)}, which it does not know"
     return None
 
 
-def why_not_model(model: TransformerLM) -> str | None:
-    """Return why no runner can stand for this model's modules, or None."""
-    reason = why_not_config(model.config)
+def why_not_model(model: TransformerLM, handled: Mapping[type, set[str]] = HANDLED) -> str | None:
+    """Return why a runner cannot stand for this model's modules, or None."""
+    reason = why_not_config(model.config, handled)
     if reason is not None:
         return reason
     if has_global_hooks():
@@ -109,7 +114,7 @@ def why_not_cpu(model: TransformerLM) -> str | None:
 
     if model.token_embeddings.weight.device.type != "cpu":
         return "a model that is not on a CPU"
-    reason = why_not_model(model) or why_not_layout(model, PANELS)
+    reason = why_not_model(model, HANDLED | EXPERTS) or why_not_layout(model, PANELS)
     if reason is None and native.library(SOURCE) is None:
         return f"a model without C++ kernels ({native.why_not(SOURCE)})"
     return reason

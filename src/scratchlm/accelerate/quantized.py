@@ -27,7 +27,7 @@ from scratchlm.quantization.layers import (
     QuantizedLinear,
     QuantizedTiedHead,
 )
-from scratchlm.quantization.layouts import PANELS, PLANES, ROWS
+from scratchlm.quantization.layouts import PANEL_ROWS, PANELS, PLANES, ROWS
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu" / "step.cpp"
 CPU_FORMATS = {"q8_0": 1, "q4_0": 2, "q4_k": 3, "q6_k": 4}  # as step.cpp numbers them
@@ -42,7 +42,9 @@ def lay_out(model: TransformerLM, device: torch.device) -> None:
 
 
 def _layout_for(layer: QuantizedLayer, device: torch.device) -> str:
-    if isinstance(layer, QuantizedExpertLinear):
+    if isinstance(layer, QuantizedExpertLinear) and (
+        device.type == "cuda" or layer.shape[-2] % PANEL_ROWS  # a panel is of one expert
+    ):
         return ROWS
     if device.type == "cuda" and find_spec("triton") is not None:
         from scratchlm.accelerate.kernels.triton.quantized_gemv import has_kernel
@@ -104,6 +106,14 @@ def _fusions(takes: type[nn.Module], name: str, what: str) -> tuple[Fusion, Fusi
 
 CPU_LINEAR, GPU_LINEAR = _fusions(QuantizedLinear, "linear", "Ŵ x")
 CPU_HEAD, GPU_HEAD = _fusions(QuantizedTiedHead, "head", "Ê x of a tied head")
+CPU_EXPERTS = Fusion(
+    "cpu_quantized_experts",
+    "Ŵₑ x of each expert's rows: whole numbers times panels of bytes, in C++",
+    takes=QuantizedExpertLinear,
+    absorbs=(),
+    ops=("linear",),
+    condition=_why_no_cpu_product,
+)
 
 
 @accelerates(QuantizedLinear, CPU_LINEAR, GPU_LINEAR)
@@ -146,6 +156,25 @@ class AcceleratedQuantizedTiedHead(QuantizedTiedHead):
         return super().forward(x)
 
 
+@accelerates(QuantizedExpertLinear, CPU_EXPERTS)
+class AcceleratedQuantizedExpertLinear(QuantizedExpertLinear):
+    """One matrix per expert."""
+
+    left_out: frozenset[str] = frozenset()
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Apply each expert's map to its rows; those of expert e end before row `ends[e]`."""
+        if not CPU_EXPERTS.runs(self, x):
+            return super().forward(x, ends)
+        panels = self.stored.view(self.shape[0], -1, self.stored.shape[-1])
+        groups = x.tensor_split(ends[:-1].long())
+        found = [
+            panel_product(own, self.format.name, self.shape[1], rows)
+            for rows, own in zip(groups, panels, strict=True)
+        ]
+        return torch.cat(found).to(x.dtype)
+
+
 def gpu_product(layer: QuantizedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply few rows by a layer's planes; nothing waits for the device."""
     from scratchlm.accelerate.kernels.triton.quantized_gemv import planes_of, quantized_gemv
@@ -161,24 +190,28 @@ def gpu_product(layer: QuantizedLayer, x: Tensor, bias: Tensor | None) -> Tensor
 
 def cpu_product(layer: QuantizedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by a layer's panels."""
+    width = layer.shape[0]
+    y = panel_product(layer.stored, layer.format.name, width, x.reshape(-1, x.shape[-1]))
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], width)
+
+
+def panel_product(panels: Tensor, format: str, width: int, x: Tensor) -> Tensor:
+    """Return x times the `width` rows that panels hold, in float32."""
     library = native.library(SOURCE)
     assert library is not None
-    rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
-    width, depth = layer.shape
+    rows = x.detach().float().contiguous()
     y = torch.empty(len(rows), width)
     if len(rows):
-        sizes = (ctypes.c_int64(n) for n in (len(rows), depth))
-        kind = CPU_FORMATS[layer.format.name]
         failed = library.run_product(
             ctypes.c_void_p(rows.data_ptr()),
-            *sizes,
-            ctypes.c_void_p(layer.stored.data_ptr()),
-            ctypes.c_int64(kind),
+            *map(ctypes.c_int64, rows.shape),
+            ctypes.c_void_p(panels.data_ptr()),
+            ctypes.c_int64(CPU_FORMATS[format]),
             ctypes.c_int64(width),
             ctypes.c_void_p(y.data_ptr()),
             torch.get_num_threads(),
         )
         if failed:
             raise MemoryError("no memory for the product")
-    y = y if bias is None else y + bias
-    return y.to(x.dtype).view(*x.shape[:-1], width)
+    return y

@@ -188,11 +188,16 @@ class QuantizedExpertLinear(QuantizedLayer):
         self, x: Float[Tensor, "rows d_in"], ends: Int[Tensor, " experts"]
     ) -> Float[Tensor, "rows d_out"]:
         """Apply each expert's map to its rows; matrices of experts without rows are not read."""
-        packed = self.packed
+        stored = self.stored.view(self.shape[0], -1, self.stored.shape[-1])
         groups = x.tensor_split(ends[:-1].long().cpu())
         wide = [
-            quantized_linear(rows, own, self.format, int8_activations=rounds(self, x))
-            for rows, own in zip(groups, packed, strict=True)
+            quantized_linear(
+                rows,
+                from_layout(own, self.format.name, self.layout, self.shape[1]),
+                self.format,
+                int8_activations=rounds(self, x),
+            )
+            for rows, own in zip(groups, stored, strict=True)
             if len(rows)
         ]
         return torch.cat(wide) if wide else x.new_empty(0, self.shape[1])

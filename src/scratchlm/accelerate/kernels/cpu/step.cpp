@@ -2,6 +2,7 @@
 //
 //     x = E[token] (+ position)
 //     x += W_O attention(RoPE(W_QKV norm(x)));  x += W₂ act(W₁ norm(x))        for every layer
+//                                     or x += Σ over a token's experts of p · W₂ act(W₁ norm(x))
 //     logits = W_head norm(x)                                 for the last tokens of some requests
 //
 // A token's numbers do not depend on the tokens beside it: every sum has one order (`dot_tiles.h`,
@@ -12,6 +13,7 @@
 
 #include "paged_attention.h"
 #include "phases.h"
+#include "routing.h"
 #include "step_structures.h"
 
 namespace {
@@ -56,9 +58,13 @@ class Forward {
     long at_once() const { return std::max(1L, QUERIES / group()); }  // tokens of a block
     // Rows of a power of two would all lie in the same few sets of the cache.
     static long padded(long width) { return width + 16; }
+    long routed() const { return round_up(m.num_experts, LANES); }
     long score_stride() const { return round_up(reach, LANES) + 2 * LANES; }
 
     float *x, *x_last, *normed, *qkv, *attn_out, *hidden, *rounded;  // of all threads
+    float *route_logits, *expert_in, *expert_out;
+    mutable std::vector<Choice> choices;  // of a layer
+    mutable std::vector<ExpertRows> expert_rows;
     bool quantized = false;
 
     struct Mine {  // of one thread
@@ -75,8 +81,8 @@ class Forward {
         m.layers = layers.data();
         quantized = is_quantized(m.head);
         for (const Layer& layer : layers)
-            quantized |= is_quantized(layer.q, layer.k, layer.v, layer.out, layer.up, layer.gate,
-                                      layer.down);
+            quantized |= is_quantized(layer.q, layer.k, layer.v, layer.out, layer.router, layer.up,
+                                      layer.gate, layer.down);
         if (m.dtype != FLOAT32) widen_vectors();
     }
 
@@ -113,13 +119,18 @@ class Forward {
     Result run(int threads) {
         long count = (long)tokens.size(), some = (long)chosen.size();
         if (count == 0) return DONE;
-        double work = (double)count * m.num_layers * m.d_model * (qkv_width() + 2 * m.d_ff) +
+        long chosen_experts = std::max<long>(m.experts_per_token, 1);
+        double work = (double)count * m.num_layers * m.d_model *
+                          (qkv_width() + 2 * m.d_ff * chosen_experts) +
                       (double)some * m.vocab * m.d_model;
         if (work < WORTH_SHARING) threads = 1;
         long widths = m.d_model + padded(m.d_model) + qkv_width() + padded(heads_width()) +
-                      padded(m.d_ff);
+                      padded(m.d_ff) * chosen_experts;
+        if (m.num_experts)
+            widths += routed() + (padded(m.d_model) + m.d_model) * m.experts_per_token;
+        choices.resize(count * m.experts_per_token);
         long widest = std::max({m.d_model, heads_width(), m.d_ff});
-        long room_of_rounded = quantized ? Rounded::numbers(count, widest) : 0;
+        long room_of_rounded = quantized ? Rounded::numbers(count * chosen_experts, widest) : 0;
         Memory shared(count * widths + round_up(some * m.d_model, 16) + room_of_rounded);
         long room = round_up(room_of_thread(), 16);
         Memory own(threads * room);
@@ -129,9 +140,12 @@ class Forward {
         qkv = normed + count * padded(m.d_model);
         attn_out = qkv + count * qkv_width();
         hidden = attn_out + count * padded(heads_width());
-        x_last = hidden + count * padded(m.d_ff);
+        route_logits = hidden + count * padded(m.d_ff) * chosen_experts;
+        expert_in = route_logits + (m.num_experts ? count * routed() : 0);
+        expert_out = expert_in + count * padded(m.d_model) * m.experts_per_token;
+        x_last = expert_out + count * m.d_model * m.experts_per_token;
         rounded = x_last + round_up(some * m.d_model, 16);
-        std::vector<Progress> progress(threads > 1 ? 10 * m.num_layers + 3 : 0);
+        std::vector<Progress> progress(threads > 1 ? 16 * m.num_layers + 3 : 0);
         std::atomic<long> seats{0};
         auto go = [&] {
             float* at = own.at.get() + seats++ * room;
@@ -207,7 +221,12 @@ class Forward {
             long rows = ends ? some : count;
             round_rows(phases, layer.out, attn_out, heads_width(), rows);
             add_product(phases, layer.out, attn_out, heads_width(), stream, rows, mine);
-            norm(phases, layer.norm2, stream, rows, is_quantized(layer.up, layer.gate));
+            norm(phases, layer.norm2, stream, rows,
+                 m.num_experts ? is_quantized(layer.router) : is_quantized(layer.up, layer.gate));
+            if (m.num_experts != 0) {
+                add_experts(phases, layer, stream, rows, mine);
+                continue;
+            }
             feed_forward(phases, layer, rows, mine);
             round_rows(phases, layer.down, hidden, m.d_ff, rows);
             add_product(phases, layer.down, hidden, m.d_ff, stream, rows, mine);
@@ -264,7 +283,10 @@ class Forward {
                      [&](long r) { of_width(depth).round_row(from + r * padded(depth), r); });
         });
     }
-    Rounded of_width(long depth) const { return Rounded(rounded, (long)tokens.size(), depth); }
+    Rounded of_width(long depth) const {
+        return Rounded(rounded, (long)tokens.size() * std::max<long>(m.experts_per_token, 1),
+                       depth);
+    }
 
     // Norm and rotate a token's queries and keys; write its keys and values to their page.
     void place(const Layer& layer, long t) const {
@@ -388,21 +410,100 @@ class Forward {
         long depth = m.d_model, across = columns_at_once(depth);
         product(phases, layer.up, normed, depth, m.d_ff, rows, mine,
                 [&](long r, long n, long columns, const float* sums) {
-                    float* to = hidden + r * padded(m.d_ff) + n;
                     if (gated && r % TOKENS == 0)  // the block's first row
                         multiply(layer.gate, normed, depth, r, std::min(TOKENS, rows - r), n,
                                  columns, mine.gate_sums, across);
-                    const float* gates = mine.gate_sums + r % TOKENS * across;
-                    const float* bias = bias_at(layer.gate, n);
-                    each(sums, bias_at(layer.up, n), columns, [&](long c, Vec y, long left) {
-                        y = activate(m.activation, y);
-                        if (gated) {
-                            Vec gate = load(gates + c, left);
-                            y *= bias == nullptr ? gate : gate + load(bias + c, left);
-                        }
-                        store(to + c, y, left);
-                    });
+                    const float* gates = gated ? mine.gate_sums + r % TOKENS * across : nullptr;
+                    store_hidden(layer, r, n, columns, sums, gates);
                 });
+    }
+    // act(W₁ x), or with gates act(W₁ x) ⊙ W₃ x, of row r from column n on
+    void store_hidden(const Layer& layer, long r, long n, long columns, const float* sums,
+                      const float* gates) const {
+        float* to = hidden + r * padded(m.d_ff) + n;
+        const float* bias = bias_at(layer.gate, n);
+        each(sums, bias_at(layer.up, n), columns, [&](long c, Vec y, long left) {
+            y = activate(m.activation, y);
+            if (gates != nullptr) {
+                Vec gate = load(gates + c, left);
+                y *= bias == nullptr ? gate : gate + load(bias + c, left);
+            }
+            store(to + c, y, left);
+        });
+    }
+
+    // A mixture of experts
+
+    // stream += Σ over a token's experts, the likeliest first, of p · W₂ (silu(W₁ x) ⊙ W₃ x)
+    void add_experts(Phases& phases, const Layer& layer, float* stream, long rows,
+                     const Mine& mine) const {
+        long k = m.experts_per_token, all_rows = rows * k;
+        product(phases, layer.router, normed, m.d_model, m.num_experts, rows, mine,
+                [&](long r, long n, long columns, const float* sums) {
+                    std::memcpy(route_logits + r * routed() + n, sums, columns * sizeof(float));
+                });
+        phases.run(blocks(rows, FEW), [&](long u) {
+            for_rows(u, rows, [&](long r) {
+                choose_experts(route_logits + r * routed(), m.num_experts, k, m.renormalize,
+                               choices.data() + r * k);
+            });
+        });
+        phases.run(1, [&](long) {
+            sort_by_expert(choices, all_rows, m.num_experts, TOKENS, expert_rows);
+        });
+        phases.run(blocks(all_rows, FEW), [&](long u) {
+            for_rows(u, all_rows, [&](long i) {
+                const float* from = normed + i / k * padded(m.d_model);
+                std::memcpy(expert_in + choices[i].row * padded(m.d_model), from,
+                            m.d_model * sizeof(float));
+                if (is_quantized(layer.up, layer.gate))
+                    of_width(m.d_model).round_row(from, choices[i].row);
+            });
+        });
+        for_experts(phases, m.d_model, m.d_ff, [&](const ExpertRows& of, long n, long columns,
+                                                   long across) {
+            multiply(of_expert(layer.up, of, m.d_ff, m.d_model), expert_in, m.d_model, of.first,
+                     of.count, n, columns, mine.sums, across);
+            multiply(of_expert(layer.gate, of, m.d_ff, m.d_model), expert_in, m.d_model, of.first,
+                     of.count, n, columns, mine.gate_sums, across);
+            for (long r = 0; r < of.count; ++r)
+                store_hidden(layer, of.first + r, n, columns, mine.sums + r * across,
+                             mine.gate_sums + r * across);
+        });
+        round_rows(phases, layer.down, hidden, m.d_ff, all_rows);
+        for_experts(phases, m.d_ff, m.d_model, [&](const ExpertRows& of, long n, long columns,
+                                                   long) {
+            multiply(of_expert(layer.down, of, m.d_model, m.d_ff), hidden, m.d_ff, of.first,
+                     of.count, n, columns, expert_out + of.first * m.d_model + n, m.d_model);
+        });
+        phases.run(blocks(rows, FEW), [&](long u) {
+            for_rows(u, rows, [&](long r) { add_chosen(r, stream + r * m.d_model); });
+        });
+    }
+    void add_chosen(long r, float* to) const {
+        const Choice* of = choices.data() + r * m.experts_per_token;
+        for (long i = 0; i < m.d_model; i += LANES) {
+            Vec sum{};
+            for (long j = 0; j < m.experts_per_token; ++j) {
+                const float* from = expert_out + of[j].row * m.d_model + i;
+                sum = fma(all(of[j].weight), load(from, m.d_model - i), sum);
+            }
+            store(to + i, load(to + i, m.d_model - i) + sum, m.d_model - i);
+        }
+    }
+    // Call work(rows, first column, columns, stride) for the outputs of all experts.
+    template <class Work>
+    void for_experts(Phases& phases, long depth, long width, Work work) const {
+        long across = columns_at_once(depth), units = blocks(width, across);
+        phases.run((long)expert_rows.size() * units, [&](long u) {
+            long n = u % units * across;
+            work(expert_rows[u / units], n, std::min(across, width - n), across);
+        });
+    }
+    Linear of_expert(const Linear& all, const ExpertRows& of, long width, long depth) const {
+        long bytes = is_quantized(all) ? width / PANEL_ROWS * panel_bytes(all.format, depth)
+                                       : width * depth * (m.dtype == FLOAT32 ? 4 : 2);
+        return {(const uint8_t*)all.weight + of.expert * bytes, nullptr, all.format};
     }
 
     // Attention: a unit is a block of tokens and the query heads of one key head

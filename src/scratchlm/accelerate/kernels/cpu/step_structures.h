@@ -18,6 +18,7 @@ struct Layer {
     Norm q_norm, k_norm;  // without a weight: none
     Linear out;
     Norm norm2;
+    Linear router;          // of a mixture of experts, whose matrices lie one after the other
     Linear up, gate, down;  // without a gate: an MLP
     uint8_t *keys, *values;             // (pages, kv_heads, page_size, d_head), of `kv_kind`
     float *key_scales, *value_scales;   // (pages, kv_heads, page_size), of codes
@@ -28,6 +29,7 @@ struct Model {
     int64_t num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff, vocab, context;
     int64_t norm_kind, activation, rope;
     int64_t num_pages, page_size, kv_kind;
+    int64_t num_experts, experts_per_token, renormalize;  // without experts: 0
     int64_t dtype, positions_dtype;  // of what is wide: matrices, norms, biases; of `positions`
     Linear embeddings;
     const void* positions;
