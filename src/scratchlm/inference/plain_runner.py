@@ -1,10 +1,11 @@
 """The model itself as a runner: every row of a step alone, its keys gathered from its pages.
 
 For models that no runner of `accelerate/` takes: hooked, replaced, with user-provided ops or blocks
-with post-norms; on a GPU mixtures of experts. A row's numbers cannot depend on its neighbours, as they are not in the
-same forward; and a prompt is read in pieces that end at multiples of `chunk`, however much of it a
-step holds, so that neither the scheduling nor pages found from another request change a bit. Where
-bits count (`one_by_one`), proposals are read one by one, as they would be without speculation.
+with post-norms; on a GPU mixtures of experts. A row's numbers cannot depend on its neighbours, as
+they are not in the same forward; and a prompt is read in pieces that end at multiples of `chunk`,
+however much of it a step holds, so that neither the scheduling nor pages found from another request
+change a bit. Where bits count (`one_by_one`), proposals are read one by one, as they would be
+without speculation.
 """
 
 from __future__ import annotations
