@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -256,38 +256,19 @@ def _make_batches(
     bytes_per_id: Tensor | None,
     ranks: Ranks | None,
 ) -> Data:
-    among = {} if ranks is None else {"rank": ranks.row_rank, "world_size": ranks.row_size}
-    pin, document_mask = device.type == "cuda", plan.train.document_mask
-    context = plan.train.row_tokens(plan.model)
-    validation: ValidationBatches | None = None
-    per_rank = -(-rows // (1 if ranks is None else ranks.row_size))
-    eval_batch_size = min(per_rank, plan.train.micro_batch_size or rows)
-    eval_batch_size *= 1 if ranks is None else ranks.row_size
+    world = 1 if ranks is None else ranks.row_size
+    options: dict[str, Any] = {"pin_memory": device.type == "cuda"}
+    if ranks is not None:
+        options |= {"rank": ranks.row_rank, "world_size": world}
+    train_rows, val_rows = Batches, ValidationBatches
     if plan.train.rows == "documents":
-        if "val" in files:
-            validation = DocumentValidationBatches(
-                files["val"], context, eval_batch_size, pin_memory=pin, **among
-            )
-        document_batches = DocumentBatches(
-            files["train"], context, rows, plan.train.seed, pin_memory=pin, **among
-        )
-        return Data(document_batches, validation, bytes_per_id)
+        train_rows, val_rows = DocumentBatches, DocumentValidationBatches
+    else:
+        options["document_ids"] = plan.train.document_mask
+    context = plan.train.row_tokens(plan.model)
+    validation = None
     if "val" in files:
-        validation = ValidationBatches(
-            files["val"],
-            context,
-            eval_batch_size,
-            document_ids=document_mask,
-            pin_memory=pin,
-            **among,
-        )
-    batches = Batches(
-        files["train"],
-        context,
-        rows,
-        plan.train.seed,
-        document_ids=document_mask,
-        pin_memory=pin,
-        **among,
-    )
+        per_rank = min(-(-rows // world), plan.train.micro_batch_size or rows)
+        validation = val_rows(files["val"], context, per_rank * world, **options)
+    batches = train_rows(files["train"], context, rows, plan.train.seed, **options)
     return Data(batches, validation, bytes_per_id)
