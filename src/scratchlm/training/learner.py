@@ -64,12 +64,15 @@ class Learner:
         *,
         warn: Callable[[str], None] = warnings.warn,
         ranks: Ranks | None = None,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
     ) -> None:
         """Make a model learn; with `ranks`, together with theirs.
 
+        `loss` gives the mean of a batch; None: that of the model's next tokens.
         Those may be given a model on `meta`: each makes room for its part (`parts.py` fills it).
         """
         self.model, self.warn, self.ranks = model, warn, ranks
+        self.loss_of = loss
         self.config = model.config  # of the whole model
         self.device = next(model.parameters()).device if ranks is None else ranks.device
         if self.device.type == "cpu":
@@ -196,13 +199,18 @@ class Learner:
 
     def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
         with self.autocast():
-            mean = self.loss(
-                batch.inputs,
-                batch.targets,
-                document_ids=batch.document_ids,
-                z_loss=self.settings.z_loss,
-            )
+            mean = self._mean_loss(batch)
         return mean * weight.to(mean, non_blocking=True)
+
+    def _mean_loss(self, batch: Batch) -> Tensor:
+        if self.loss_of is not None:
+            return self.loss_of(self.model, batch)
+        return self.loss(
+            batch.inputs,
+            batch.targets,
+            document_ids=batch.document_ids,
+            z_loss=self.settings.z_loss,
+        )
 
     def _backward_in_shares(self, shares: Shares, batch: Batch, weight: Tensor) -> Tensor:
         parameters, total = list(self.parameters.values()), max(1, batch.num_targets())
