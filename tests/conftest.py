@@ -55,10 +55,10 @@ def tried(record_property):
 @pytest.fixture(autouse=True, scope="session")
 def _one_look_at_the_machine():
     """Measure this machine once, not in each of the many small runs: a fifth of a second each."""
-    from scratchlm.cli import train
+    from scratchlm.cli import device
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "look_at_machine", functools.cache(train.look_at_machine))
+        patch.setattr(device, "look_at_machine", functools.cache(device.look_at_machine))
         yield
 
 

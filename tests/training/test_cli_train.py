@@ -15,7 +15,7 @@ from check.command import run as run_command
 from scratchlm import acceleration
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
 from scratchlm.cli import main, training_setup
-from scratchlm.cli.train import choose_device
+from scratchlm.cli.device import choose_device
 from scratchlm.ops import native
 from scratchlm.training import read_metrics
 from scratchlm.training.choosing import choose_settings

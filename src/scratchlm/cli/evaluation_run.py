@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scratchlm.cli.device import choose_device
 from scratchlm.cli.terminal import say
-from scratchlm.cli.train import bytes_of_ids, choose_device
+from scratchlm.cli.training_figures import bytes_of_ids
 from scratchlm.cli.training_setup import is_prepared, is_token_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import Estimate, Evaluator, Result, Task, ratio_interval, read_task

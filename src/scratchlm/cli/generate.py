@@ -348,7 +348,7 @@ def load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate
     """Load a model as the options say; warnings go to stderr."""
     import torch
 
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.inference import load_model
 
     kinds = {"stored": None, "float32": torch.float32}

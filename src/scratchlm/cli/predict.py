@@ -43,7 +43,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Lines.")] = False,
 ) -> None:
     """Classify texts or find answers; where records hold the truth, say how many are right."""
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.inference.heads import load_head
 
     asked = _records(data, text, question, context)

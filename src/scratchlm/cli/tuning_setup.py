@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from scratchlm.accounting import count_parameters
 from scratchlm.checkpoint import is_checkpoint, read_manifest
 from scratchlm.cli.starting import LR_FACTOR, StartModel, start_model
-from scratchlm.cli.train import epochs
 from scratchlm.config import ModelConfig
 from scratchlm.config.lora import LoRA
 from scratchlm.data.conversations import Encoder, Example, default_template
@@ -30,7 +29,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import read_task
 from scratchlm.tokenizer.chat_template import CONFIG, ChatTemplate
 from scratchlm.training.choosing import Machine
-from scratchlm.training.plan import DataFiles, Plan
+from scratchlm.training.plan import DataFiles, Plan, epochs
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.tuning import Tuning, check_tuning
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes

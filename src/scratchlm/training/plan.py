@@ -18,6 +18,8 @@ from typing import Any
 
 from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
+from scratchlm.data.examples import Rows, read_examples
+from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.settings import TrainConfig
@@ -119,3 +121,15 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
 def has_run(directory: str | os.PathLike[str]) -> bool:
     """Say whether a directory holds a run that was begun."""
     return (Path(directory) / NAME).exists() or bool(find_checkpoints(directory))
+
+
+def epochs(plan: Plan) -> float:
+    """Return how often a run reads its data."""
+    if plan.tuning is not None:
+        examples = read_examples(plan.data.train)
+        length, packed = plan.train.row_tokens(plan.model), plan.tuning.packed
+        rows = len(examples) if plan.tuning.preference else None
+        rows = rows or len(Rows(examples, length, packed=packed).rows)
+        return plan.train.steps * plan.train.batch_size / rows
+    tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
+    return tokens / max(1, read_sidecar(plan.data.train).count)
