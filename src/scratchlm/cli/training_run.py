@@ -78,7 +78,7 @@ def rank_settings(out: Path, asked: dict[str, Any]) -> TrainConfig:
     from scratchlm.training import TrainConfig, has_run, read_plan
 
     begun = read_plan(out).train.to_dict() if has_run(out) else {}
-    names = ("tp", "backend", "rank_timeout")
+    names = ("tp", "cp", "backend", "rank_timeout")
     chosen = {name: {**begun, **asked}.get(name) for name in names}
     return TrainConfig.from_dict({k: value for k, value in chosen.items() if value is not None})
 
