@@ -130,12 +130,11 @@ def group(
     parts: Sequence[Node],
     unit: str = "",
     times: Expr | Number = 1,
-    note: str = "",
     closed: Expr | None = None,
     where: tuple[tuple[str, Expr], ...] = (),
 ) -> Node:
     """Make a line that sums its parts, `times` over; `closed` is the sum as one formula."""
-    return Node(name, closed, tuple(parts), unit, lift(times), note, where)
+    return Node(name, closed, tuple(parts), unit, lift(times), where=where)
 
 
 def evaluate(node: Node, env: Env, whole: Number | None = None, unit: str = "") -> Item:

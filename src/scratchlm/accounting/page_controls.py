@@ -14,13 +14,19 @@ from scratchlm.accounting.flops import CHECKPOINTING, CONVENTIONS
 from scratchlm.accounting.machines import PRICES_AS_OF, Machine
 from scratchlm.accounting.money import DEFAULT_MFU, TOKENS_PER_PARAMETER
 from scratchlm.accounting.page_formulas import SUGGESTED_TOKENS, Formulas, number, variants
-from scratchlm.accounting.setup import DEFAULT_LENGTHS, OPTIMIZERS, PARALLEL, PRECISIONS, Setup
+from scratchlm.accounting.setup import (
+    DEFAULT_LENGTHS,
+    MAX_SIZE,
+    OPTIMIZERS,
+    PARALLEL,
+    PRECISIONS,
+    Setup,
+)
 from scratchlm.accounting.symbols import SYMBOLS, H, d
 from scratchlm.accounting.work import PHASES
 from scratchlm.config import ModelConfig, MoE, default_d_ff
 from scratchlm.config.parts import SIZE_LIMITS
 
-_MAX_SIZE = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
 _GENERATION = ("generation", "generation-no-cache")
 
 
@@ -37,7 +43,7 @@ class Control:
     link_label: str = ""
     stops: tuple[int, ...] = ()  # where the slider snaps
     least: int = 1
-    most: int | None = _MAX_SIZE
+    most: int | None = MAX_SIZE
     choices: tuple[tuple[str, str], ...] = ()  # value, words
     option: str = ""  # of the command line; "" for fields of the model
     plain: Any = None  # the default of that option
