@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 
 # Some CPUs announce matrix instructions that the machine then refuses; must precede torch.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -40,6 +41,21 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command line in this process; return its exit status, stdout and stderr."""
+    from scratchlm.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from inference.tiny import byte_tokenizer
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import checkpoint_path, find_checkpoints, read_tensors, write_checkpoint
-from scratchlm.cli import main
 from scratchlm.cli.predict import _check_kind, _field
 from scratchlm.config.heads import TaskHead
 from scratchlm.data.conversations import Example
@@ -52,7 +50,7 @@ def write(path, records):
 
 
 @pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
+def cli(cli, tmp_path, monkeypatch):
     """Run the command line in this process, in a folder with a small model and data."""
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
@@ -66,15 +64,7 @@ def cli(tmp_path, monkeypatch, capsys):
     )
     write(tmp_path / "animals.jsonl", texts(240))
     write(tmp_path / "questions.jsonl", questions(300))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+    return cli
 
 
 def test_a_classifier_learns_predicts_leaves_and_comes_back(cli, tmp_path):
