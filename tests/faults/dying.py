@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,3 +32,28 @@ def die_at(number: int, *names: str) -> None:
 
     for name in names:
         setattr(os, name, watch(name, getattr(os, name)))
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Do `work` in a child that ends with it; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        os._exit(0)
+    except BaseException as error:
+        print(f"a life ended in {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def end_within(pid: int, seconds: float) -> int:
+    """Wait for a child, and send it SIGKILL where time runs out; return how it ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
