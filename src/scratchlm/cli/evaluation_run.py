@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scratchlm.cli.device import choose_device
-from scratchlm.cli.terminal import say
+from scratchlm.cli.terminal import warn
 from scratchlm.cli.training_figures import bytes_of_ids
 from scratchlm.cli.training_setup import is_prepared, is_token_file
 from scratchlm.errors import ScratchLMError
@@ -111,7 +111,7 @@ def load(name: str, device: str, accelerate: bool, checkpoint: str | None) -> Lo
         device=choose_device(device),
         accelerate=accelerate,
         checkpoint=checkpoint,
-        warn=lambda text: say(f"warning: {text}", err=True),
+        warn=warn,
     )
 
 

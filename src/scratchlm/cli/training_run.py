@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from scratchlm.cli.device import choose_device
-from scratchlm.cli.terminal import say
+from scratchlm.cli.terminal import say, warn
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +154,6 @@ def _carry_out(
         if board is not None:
             board.begin(run.progress.step)
 
-    def warn(message: str) -> None:
-        if speaks:
-            say_progress(f"warning: {message}")
-
     with (
         watch_signals(console.stop_notice if speaks else "") as stop,
         console,
@@ -176,7 +172,7 @@ def _carry_out(
             run_tasks=figures.run_tasks,
             watchers=tuple(watchers),
             on_begin=begin,
-            warn=warn,
+            warn=warn if speaks else lambda message: None,
             should_stop=stop,
             matmul_rate=machine.matmul_rate,
             start=None if plan.start is None else lambda: load_start(plan),
@@ -206,8 +202,8 @@ def _conclude(args: RunArgs, plan: Plan, outcome: Outcome) -> None:
     has_head = plan.tuning is not None and plan.tuning.head is not None
     users = "predict and export" if has_head else "evaluate, generate and export"
     if best_step not in (None, step):
-        say_progress(
-            f"warning: the held-out loss has risen since step {best_step:,}, the checkpoint that "
+        warn(
+            f"the held-out loss has risen since step {best_step:,}, the checkpoint that "
             f"{users} take; fewer steps, a smaller model or train.patience would save the rest"
         )
     heads = None if has_head else attention_section(args.out)
@@ -215,7 +211,7 @@ def _conclude(args: RunArgs, plan: Plan, outcome: Outcome) -> None:
     try:
         say(write_report(args.out, sections=[heads] if heads else [], command=typed))
     except ScratchLMError as error:  # the model is trained and saved all the same
-        say_progress(f"warning: no report was written: {error}")
+        warn(f"no report was written: {error}")
 
 
 def say_progress(text: str) -> None:

@@ -100,7 +100,7 @@ def _train(world: World, device: torch.device, stop: Callable[[], bool]) -> str:
             sample=make_sampler(plan, world.tokenizer, None),
             watchers=(console,),
             on_begin=lambda learner, run, _: say(world.start_message(run.progress.step)),
-            warn=lambda message: say(f"warning: {message}"),
+            warn=terminal.warn,
             should_stop=stop,
             matmul_rate=world.forecast.matmul_rate if world.forecast else None,
         ).ended
