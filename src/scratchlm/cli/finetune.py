@@ -143,7 +143,6 @@ def finetune(
 
 def _plan(args: TuneArgs, machine: Machine) -> Plan:
     """Make the plan of a run, or read that of the one that was begun."""
-    from scratchlm.cli.task_setup import make_task_plan
     from scratchlm.cli.training_run import say_progress
     from scratchlm.cli.training_setup import TrainArgs, continue_plan
     from scratchlm.cli.tuning_setup import check_same_tuning, make_tuning_plan
@@ -159,8 +158,7 @@ def _plan(args: TuneArgs, machine: Machine) -> Plan:
             overrides={"train": args.overrides},
         )
         return continue_plan(again, machine, say_progress)
-    make = make_tuning_plan if args.task is None else make_task_plan
-    return make(args, machine, say_progress)
+    return make_tuning_plan(args, machine, say_progress)
 
 
 def _figures(plan: Plan) -> Figures:
