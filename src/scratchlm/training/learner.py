@@ -29,14 +29,14 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.threads import share_cores
-from scratchlm.training.checks import check_applicable, check_ranks
-from scratchlm.training.means import (
+from scratchlm.training.apply import (
     apply_checkpointing,
     apply_compile,
     apply_precision,
     disable_cublas_workspace,
     remove_compile,
 )
+from scratchlm.training.checks import check_applicable, check_ranks
 from scratchlm.training.optimizers import (
     ScalesGradients,
     WritesShadowWeights,
@@ -193,11 +193,11 @@ class Learner:
     def _backward(self, batch: Batch, weight: Tensor) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         with contextlib.nullcontext() if self.shadow is None else self.shadow.visible():
-            share = self._weighed_loss(batch, weight)
+            share = self._weighted_loss(batch, weight)
             share.backward()
         return share.detach()
 
-    def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
+    def _weighted_loss(self, batch: Batch, weight: Tensor) -> Tensor:
         with self.autocast():
             mean = self._mean_loss(batch)
         return mean * weight.to(mean, non_blocking=True)
@@ -216,7 +216,7 @@ class Learner:
         parameters, total = list(self.parameters.values()), max(1, batch.num_targets())
 
         def work(part: Batch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-            loss = self._weighed_loss(part, weight * (part.num_targets() / total))
+            loss = self._weighted_loss(part, weight * (part.num_targets() / total))
             return loss.detach(), torch.autograd.grad(loss, parameters, allow_unused=True)
 
         losses, gradients = zip(*shares.each(work, batch), strict=True)

@@ -20,9 +20,9 @@ from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.training.apply import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
-from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.parts import fill, first_weights
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
