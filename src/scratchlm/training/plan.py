@@ -21,7 +21,7 @@ from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
 from scratchlm.data.examples import Rows, read_examples
 from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
-from scratchlm.errors import ScratchLMError
+from scratchlm.errors import ScratchLMError, check_keys
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.tuning import Tuning
 from scratchlm.untrusted import read_toml
@@ -45,10 +45,9 @@ class DataFiles:
     @classmethod
     def from_dict(cls, values: dict[str, Any], run: Path) -> DataFiles:
         """Read what `to_dict` wrote."""
-        unknown = values.keys() - {"train", "val", "tokenizer"}
-        if unknown or "train" not in values:
-            wrong = f"unknown config key: data.{min(unknown)}" if unknown else "no data.train"
-            raise ValueError(wrong)
+        check_keys(values, ("train", "val", "tokenizer"), "data.")
+        if "train" not in values:
+            raise ValueError("no data.train")
         return cls(**{name: run / path for name, path in values.items()})
 
 

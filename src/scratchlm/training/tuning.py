@@ -21,7 +21,7 @@ from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
 from scratchlm.data.batches import Batch
 from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation, read_examples
-from scratchlm.errors import ScratchLMError
+from scratchlm.errors import ScratchLMError, check_keys
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.quantization.convert import fill, make_room, recompute_matrices
@@ -90,9 +90,7 @@ class Tuning:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict):
             raise TypeError(f"tuning must be a table; got {type(values).__name__}")
-        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown config key: tuning.{unknown[0]}")
+        check_keys(values, [field.name for field in fields(cls)], "tuning.")
         lora, head = values.get("lora"), values.get("head")
         parts = {
             "lora": None if lora is None else LoRA.from_dict(lora),
