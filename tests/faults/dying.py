@@ -13,17 +13,17 @@ def is_unfinished(path: object = "", *_: object) -> bool:
     return os.path.basename(os.fspath(path)).startswith(".")  # type: ignore[call-overload]
 
 
-def die_at(number: int, *names: str) -> None:
+def die_at(number: int, *names: str, every: bool = False) -> None:
     """Let SIGKILL come just before the nth of these calls to the system (`fsync`, `rename` …).
 
-    Of renames only those count that end a write.
+    Of renames only those count that end a write; with `every`, all calls.
     """
     count = 0
 
     def watch(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **more: Any) -> Any:
             nonlocal count
-            count += name == "fsync" or is_unfinished(*args)
+            count += every or name == "fsync" or is_unfinished(*args)
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **more)
