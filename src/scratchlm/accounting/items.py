@@ -52,19 +52,6 @@ class Node:
             return self.times.value(env) * sum(part.value(env) for part in self.parts)
         return self.times.value(env) * self.formula.value(env)
 
-    def data(self) -> dict[str, Any]:
-        """Write as plain values, for JSON."""
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "note": self.note,
-            "times": self.times.data(),
-            "formula": None if self.formula is None else self.formula.data(),
-            "symbols": _symbols(self),
-            "where": {name: formula.data() for name, formula in self.where},
-            "parts": [part.data() for part in self.parts],
-        }
-
     def scaled(self, factor: Number, name: str | None = None) -> Node:
         """Return the tree with every leaf multiplied, e.g. a backward pass as 2 × the forward."""
         return Node(
