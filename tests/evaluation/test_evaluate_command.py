@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from inference.tiny import byte_tokenizer
+from inference.tiny import byte_tokenizer, save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 
 CHOICES = '{"context": "The cat sat on the", "choices": [" mat", " dog"], "answer": 0}\n' * 3
 NEXT = '{"context": "The cat sat on the", "next": " mat"}\n'
@@ -18,16 +17,10 @@ def place(tmp_path, monkeypatch):
     """Two small runs, three tasks and a text."""
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
-    file = tokenizer.save(tmp_path / "tokenizer")
     config = ModelConfig(tokenizer.vocab_size, 48, 16, 1, 2)
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        write_checkpoint(
-            checkpoint_path(tmp_path / name, 1),
-            model=TransformerLM(config).state_dict(),
-            config=config,
-            tokenizer_file=file,
-        )
+        save_run(tmp_path / name, TransformerLM(config), tokenizer)
     (tmp_path / "choices.jsonl").write_text(CHOICES)
     (tmp_path / "words.jsonl").write_text(NEXT * 2)
     (tmp_path / "answers.jsonl").write_text(

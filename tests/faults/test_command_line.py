@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forked import become_command
+from inference.tiny import save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli.errors import is_for_the_user, one_line
 from scratchlm.cli.terminal import visible
 from scratchlm.config import NTKScaling, RMSNorm, Rotary, YarnScaling
@@ -34,13 +34,7 @@ def model(tmp_path_factory):
         vocab_size=tokenizer.vocab_size, context_length=32, d_model=8, num_layers=1, num_heads=2
     )
     torch.manual_seed(0)
-    write_checkpoint(
-        checkpoint_path(folder / "run", 1),
-        model=TransformerLM(config).state_dict(),
-        config=config,
-        tokenizer_file=tokenizer.save(folder / "tokenizer"),
-    )
-    return folder / "run"
+    return save_run(folder / "run", TransformerLM(config), tokenizer)
 
 
 REFUSED = [
@@ -130,9 +124,9 @@ def test_train_does_not_advise_an_option_it_does_not_have(model, tmp_path, cli):
 
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"a b {'a' if name == 'one' else 'b'} " * 90)
-    prepare([tmp_path / "one.txt"], model.parent / "tokenizer", tmp_path / "out" / "data")
+    prepare([tmp_path / "one.txt"], model / "tokenizer", tmp_path / "out" / "data")
     words = ["train", tmp_path / "two.txt", "--out", tmp_path / "out", "--tokenizer"]
-    status, _, err = cli(*words, model.parent / "tokenizer")
+    status, _, err = cli(*words, model / "tokenizer")
     assert status == 2
     assert "made from other sources or options; choose another folder" in err
     assert "`scratchlm prepare --overwrite`" in err
@@ -155,7 +149,7 @@ def test_closed_standard_streams_are_named_or_empty(model, tmp_path):
         2,
         "error: standard output is closed; > /dev/null drops what is printed\n",
     )
-    done = closed(0, "tokenizer", "encode", "-t", str(model.parent / "tokenizer"))
+    done = closed(0, "tokenizer", "encode", "-t", str(model / "tokenizer"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
     done = closed(2, "presets")
     assert done.returncode == 0
@@ -181,7 +175,7 @@ def test_a_file_name_that_is_not_utf_8_is_taken_and_printed(model, tmp_path):
     os.mkdir(folder)
     with open(folder + b"/t\xe9xt.txt", "wb") as file:
         file.write(b"a b a b " * 50)
-    tokenizer = str(model.parent / "tokenizer").encode()
+    tokenizer = str(model / "tokenizer").encode()
     prepare = [b"prepare", folder + b"/t\xe9xt.txt", b"--tokenizer", tokenizer]
     done = subprocess.run(
         [*map(os.fsencode, COMMAND), *prepare, b"--out", folder + b"/out"],
@@ -247,9 +241,9 @@ def test_no_text_from_outside_controls_the_terminal(model, tmp_path):
     assert harmless(on_a_terminal("generate", model, "-p", TITLE, "--num-samples", 2, "--json"))
     assert harmless(on_a_terminal("generate", tmp_path / TITLE))
     assert harmless(on_a_terminal("account", f"{tmp_path}/{TITLE}.json"))
-    assert harmless(on_a_terminal("tokenizer", "show", "-t", model.parent / "tokenizer", TITLE))
+    assert harmless(on_a_terminal("tokenizer", "show", "-t", model / "tokenizer", TITLE))
     ids = [str(i) for i in range(12)]
-    assert harmless(on_a_terminal("tokenizer", "decode", "-t", model.parent / "tokenizer", *ids))
+    assert harmless(on_a_terminal("tokenizer", "decode", "-t", model / "tokenizer", *ids))
 
 
 def test_samples_in_training_do_not_control_the_terminal(tmp_path):

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from inference.tiny import byte_tokenizer
+from inference.tiny import byte_tokenizer, save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, find_checkpoints, read_tensors, write_checkpoint
+from scratchlm.checkpoint import find_checkpoints, read_tensors
 from scratchlm.cli.predict import _check_kind, _field
 from scratchlm.config.heads import TaskHead
 from scratchlm.data.conversations import Example
@@ -56,12 +56,7 @@ def cli(cli, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     config = ModelConfig(tokenizer.vocab_size, 64, 32, 1, 2)
     torch.manual_seed(0)
-    write_checkpoint(
-        checkpoint_path(tmp_path / "base", 1),
-        model=TransformerLM(config).state_dict(),
-        config=config,
-        tokenizer_file=tokenizer.save(tmp_path / "tokenizer"),
-    )
+    save_run(tmp_path / "base", TransformerLM(config), tokenizer)
     write(tmp_path / "animals.jsonl", texts(240))
     write(tmp_path / "questions.jsonl", questions(300))
     return cli
