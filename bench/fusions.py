@@ -23,7 +23,7 @@ from results import table, versions, write_section
 from scratchlm import TransformerLM, acceleration
 from scratchlm.accelerate import accelerate, explain
 from scratchlm.config import PRESETS
-from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
+from scratchlm.training.apply import NO_WORKSPACE, WORKSPACE
 from train_gpu import Shape, median_seconds, our_step
 
 SETTINGS = {"precision": "bf16-mixed"}

@@ -34,8 +34,8 @@ from scratchlm.accelerate import FUSIONS, accelerate
 from scratchlm.accounting.flops import training_flops_per_token
 from scratchlm.config import PRESETS
 from scratchlm.data import Batch
+from scratchlm.training.apply import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.learner import Learner
-from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.settings import TrainConfig, parse_overrides
 from scratchlm.training.step import backward
 

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 
 # Some CPUs announce matrix instructions that the machine then refuses; must precede torch.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -43,6 +44,21 @@ def _seed():
 
 
 @pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command line in this process; return its exit status, stdout and stderr."""
+    from scratchlm.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
 def tried(record_property):
     """Record a row of the table that `make test` and `make test-slow` end with."""
 
@@ -55,10 +71,10 @@ def tried(record_property):
 @pytest.fixture(autouse=True, scope="session")
 def _one_look_at_the_machine():
     """Measure this machine once, not in each of the many small runs: a fifth of a second each."""
-    from scratchlm.cli import train
+    from scratchlm.cli import device
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "look_at_machine", functools.cache(train.look_at_machine))
+        patch.setattr(device, "look_at_machine", functools.cache(device.look_at_machine))
         yield
 
 

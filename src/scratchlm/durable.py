@@ -60,6 +60,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
+def check_is_new(directory: Path) -> None:
+    """Refuse a place where something is already; an empty directory is nothing."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ScratchLMError(f"{directory} exists already and is not overwritten")
+
+
 @contextlib.contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
     """Give a directory to fill beside its place; renamed into it on success, removed otherwise."""

@@ -115,9 +115,9 @@ def read_json(path: str | os.PathLike[str], max_bytes: int) -> dict[str, Any]:
     return parse_json(read_bytes(path, max_bytes), os.fspath(path))
 
 
-def read_toml(path: str | os.PathLike[str], max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a TOML file of at most `max_bytes`."""
-    text, what = read_text(path, max_bytes), os.fspath(path)
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a TOML file of at most `MAX_CONFIG_BYTES`."""
+    text, what = read_text(path, MAX_CONFIG_BYTES), os.fspath(path)
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -9,7 +9,7 @@ import torch
 from acceleration.gpu import register_on_cpu, use_kernels_on_cpu
 from scratchlm.accelerate import accelerate
 from scratchlm.accelerate.kernels.triton import qkv_norm_rope, rms_norm, swiglu_gate
-from scratchlm.training.means import apply_checkpointing
+from scratchlm.training.apply import apply_checkpointing
 from tiny_models import FAMILIES, build, ids
 
 register_on_cpu(

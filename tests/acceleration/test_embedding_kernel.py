@@ -14,7 +14,7 @@ from scratchlm.accelerate.kernels.triton.embedding import (
 from scratchlm.accelerate.layers import EMBEDDING, AcceleratedEmbedding
 from scratchlm.model import Embedding
 from scratchlm.ops import ranges, reference
-from scratchlm.training.means import apply_precision
+from scratchlm.training.apply import apply_precision
 from tiny_models import FAMILIES, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,8 +21,8 @@ from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import MultiHeadSelfAttention
 from scratchlm.ops import OPS
+from scratchlm.training.apply import apply_compile, apply_precision
 from scratchlm.training.learner import build_model
-from scratchlm.training.means import apply_compile, apply_precision
 from scratchlm.training.optimizers import AdamW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -275,7 +275,6 @@ def test_every_tree_adds_up_and_its_shares_sum_to_one(name, phase, convention):
             assert item.value == item.times * sum(c.value for c in item.children)
             assert sum(c.share for c in item.children) == pytest.approx(1)
     json.dumps(tree.as_dict())
-    json.dumps(flops_tree(preset(name), phase, convention).data())
 
 
 def test_six_nd_counts_every_active_parameter_once():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from faults.dying import die_at, end_within, fork
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.checkpoint import (
@@ -213,38 +214,8 @@ def test_checkpoints_of_a_future_that_is_left_are_set_aside_until_a_new_one_stan
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
 
 
-def in_a_child(work):
-    """Run `work` in a forked child; return how it ended: an exit code or −signal."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 # What the writer asks of the system, in order: each is a moment at which a kill may come.
 CALLS = ("open", "fsync", "rename", "mkdir", "close")
-
-
-def die_at(call_number):
-    """Make this process kill itself, for real, just before its nth call to the system."""
-    count = 0
-
-    def watch(function):
-        def watched(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == call_number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return watched
-
-    for name in CALLS:
-        setattr(os, name, watch(getattr(os, name)))
 
 
 def test_a_kill_at_any_moment_of_a_write_leaves_whole_checkpoints_only(tmp_path, weights):
@@ -253,12 +224,11 @@ def test_a_kill_at_any_moment_of_a_write_leaves_whole_checkpoints_only(tmp_path,
     for moment in range(1, 200):
 
         def work(moment=moment):
-            die_at(moment)
+            die_at(moment, *CALLS, every=True)
             write(tmp_path, 2, weights, training_state=STATE)
             prune_checkpoints(tmp_path, keep_last=1)
-            os._exit(0)
 
-        ended = in_a_child(work)
+        ended = end_within(fork(work), 1e9)
         found = find_checkpoints(tmp_path)
         assert found
         for path in found:
@@ -287,7 +257,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint_whole(tmp_path, w
             write(tmp_path, 2, weights)
         os._exit(7)
 
-    assert in_a_child(work) == 7
+    assert end_within(fork(work), 1e9) == 7
     verify_checkpoint(old)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
 
@@ -328,7 +298,7 @@ def test_a_directory_one_may_not_write_is_one_line(tmp_path, weights):
         os._exit(7)
 
     try:
-        assert in_a_child(work) == 7
+        assert end_within(fork(work), 1e9) == 7
     finally:
         os.chmod(tmp_path / "checkpoints", 0o755)
     verify_checkpoint(old)

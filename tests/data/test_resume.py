@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data.standin import EOT, WordTokenizer
+from faults.dying import die_at, end_within, fork
 from scratchlm.data import TokenFile, parts, prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import Tokenizer
@@ -113,33 +114,16 @@ def killed_at(step, run):
 
     Returns False if it came to its end before.
     """
+
+    def work():
+        die_at(step, "fsync", "replace", "unlink", "rmdir", every=True)
+        run()
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork: the copy runs nothing else
-        child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        assert status in (0, signal.SIGKILL)
-        return status != 0
-    calls = 0
-
-    def dying(real):
-        def call(*args, **more):
-            nonlocal calls
-            calls += 1
-            if calls == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **more)
-
-        return call
-
-    status = 1
-    try:
-        for name in ("fsync", "replace", "unlink", "rmdir"):
-            setattr(os, name, dying(getattr(os, name)))
-        run()
-        status = 0
-    finally:
-        os._exit(status)
+        ended = end_within(fork(work), 1e9)
+    assert ended in (0, -signal.SIGKILL)
+    return ended != 0
 
 
 @pytest.mark.parametrize("split", ["documents", "tail"])

@@ -1,15 +1,12 @@
 """`scratchlm evaluate`: models side by side, JSON, a picture, cases; what is wrong is one line."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from inference.tiny import byte_tokenizer
+from inference.tiny import byte_tokenizer, save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
-from scratchlm.cli import main
 
 CHOICES = '{"context": "The cat sat on the", "choices": [" mat", " dog"], "answer": 0}\n' * 3
 NEXT = '{"context": "The cat sat on the", "next": " mat"}\n'
@@ -20,16 +17,10 @@ def place(tmp_path, monkeypatch):
     """Two small runs, three tasks and a text."""
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
-    file = tokenizer.save(tmp_path / "tokenizer")
     config = ModelConfig(tokenizer.vocab_size, 48, 16, 1, 2)
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        write_checkpoint(
-            checkpoint_path(tmp_path / name, 1),
-            model=TransformerLM(config).state_dict(),
-            config=config,
-            tokenizer_file=file,
-        )
+        save_run(tmp_path / name, TransformerLM(config), tokenizer)
     (tmp_path / "choices.jsonl").write_text(CHOICES)
     (tmp_path / "words.jsonl").write_text(NEXT * 2)
     (tmp_path / "answers.jsonl").write_text(
@@ -40,17 +31,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def call(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["scratchlm", "evaluate", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    return ended.value.code or 0, told.out, told.err
-
-
-def test_models_stand_side_by_side_with_intervals_and_next_word_tables(place, monkeypatch, capsys):
+def test_models_stand_side_by_side_with_intervals_and_next_word_tables(place, cli):
     tasks = ("choices.jsonl", "words.jsonl", "answers.jsonl", "texts.jsonl", "held-out.txt")
-    code, out, err = call(monkeypatch, capsys, "one", "two", *tasks)
+    code, out, err = cli("evaluate", "one", "two", *tasks)
     assert code == 0, err
     head, *rows = out.splitlines()
     assert head.split() == ["task", "cases", "figure", "one", "two"]
@@ -61,10 +44,8 @@ def test_models_stand_side_by_side_with_intervals_and_next_word_tables(place, mo
     assert "–" in out
 
 
-def test_json_holds_every_figure_with_its_interval(place, monkeypatch, capsys):
-    code, out, _ = call(
-        monkeypatch, capsys, "one", "two", "choices.jsonl", "held-out.txt", "--json"
-    )
+def test_json_holds_every_figure_with_its_interval(place, cli):
+    code, out, _ = cli("evaluate", "one", "two", "choices.jsonl", "held-out.txt", "--json")
     assert code == 0
     found = json.loads(out)
     assert [one["model"] for one in found["models"]] == ["one", "two"]
@@ -79,18 +60,18 @@ def test_json_holds_every_figure_with_its_interval(place, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["held-out.txt", "texts.jsonl"])
-def test_one_model_on_one_text_has_its_figures_flat(place, monkeypatch, capsys, text):
-    _, out, _ = call(monkeypatch, capsys, "one", text, "--json")
+def test_one_model_on_one_text_has_its_figures_flat(place, cli, text):
+    _, out, _ = cli("evaluate", "one", text, "--json")
     figures = json.loads(out)
     assert [*figures] == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes", "checkpoint"]
     assert 4 < figures["loss"] < 8
-    _, out, _ = call(monkeypatch, capsys, "one", text)
+    _, out, _ = cli("evaluate", "one", text)
     assert out.startswith("loss   ")
 
 
-def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
+def test_a_picture_and_the_cases_are_written(place, cli):
     words = ("choices.jsonl", "texts.jsonl", "--plot", "out.png", "--cases", "out.jsonl")
-    code, _, err = call(monkeypatch, capsys, "one", "two", *words)
+    code, _, err = cli("evaluate", "one", "two", *words)
     assert code == 0, err
     assert (place / "out.png").read_bytes().startswith(b"\x89PNG")
     cases = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
@@ -98,7 +79,7 @@ def test_a_picture_and_the_cases_are_written(place, monkeypatch, capsys):
     assert cases[0].keys() >= {"model", "task", "case", "loglikelihoods", "chosen"}
 
 
-def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, monkeypatch, capsys):
+def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, cli, monkeypatch):
     from matplotlib.axes import Axes
 
     drawn, barh = [], Axes.barh
@@ -108,7 +89,7 @@ def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, monkeypatch, c
     (place / "others").mkdir()
     (place / "others" / "choices.jsonl").write_text(CHOICES.replace('"answer": 0', '"answer": 1'))
     words = ("choices.jsonl", "others/choices.jsonl", "--plot", "out.png")
-    code, _, err = call(monkeypatch, capsys, "one", *words)
+    code, _, err = cli("evaluate", "one", *words)
     assert code == 0, err
     assert sorted(drawn[0]) == [0, 1]  # right in the one is wrong in the other
 
@@ -138,12 +119,12 @@ def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, monkeypatch, c
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_is_wrong_is_one_line(place, monkeypatch, capsys, words, told):
+def test_what_is_wrong_is_one_line(place, cli, words, told):
     (place / "broken.jsonl").write_text(NEXT + "{\n")
     (place / "long.jsonl").write_text(NEXT + json.dumps({"context": "a", "next": "b" * 60}))
     (place / "asked.jsonl").write_text('{"prompt": "a", "answer": "b", "max_new_tokens": 60}')
     before = sorted(place.rglob("*"))
-    code, out, err = call(monkeypatch, capsys, *words)
+    code, out, err = cli("evaluate", *words)
     assert code == 2
     assert out == ""
     assert told in err

@@ -1,11 +1,9 @@
 """`train.tasks`: run at every evaluation, in the log, the report and the comparison."""
 
 import json
-import sys
 
 import pytest
 
-from scratchlm.cli import main
 from scratchlm.training import read_metrics
 
 SMALL = ("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.context_length=16")
@@ -13,21 +11,13 @@ WORDS = "the cat sat on the mat and the dog ran to the hill . " * 200
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
+def cli(cli, monkeypatch, tmp_path):
     """Run the command line in this process, where the tasks lie."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").write_text(WORDS)
     (tmp_path / "words.jsonl").write_text('{"context": "the cat sat", "next": " on"}\n' * 3)
     (tmp_path / "texts.jsonl").write_text('{"text": "the dog ran"}\n{"text": "to the hill ."}\n')
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+    return cli
 
 
 def train(cli, out, *more, steps=8):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +13,17 @@ def is_unfinished(path: object = "", *_: object) -> bool:
     return os.path.basename(os.fspath(path)).startswith(".")  # type: ignore[call-overload]
 
 
-def die_at(number: int, *names: str) -> None:
+def die_at(number: int, *names: str, every: bool = False) -> None:
     """Let SIGKILL come just before the nth of these calls to the system (`fsync`, `rename` …).
 
-    Of renames only those count that end a write.
+    Of renames only those count that end a write; with `every`, all calls.
     """
     count = 0
 
     def watch(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **more: Any) -> Any:
             nonlocal count
-            count += name == "fsync" or is_unfinished(*args)
+            count += every or name == "fsync" or is_unfinished(*args)
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **more)
@@ -30,3 +32,28 @@ def die_at(number: int, *names: str) -> None:
 
     for name in names:
         setattr(os, name, watch(name, getattr(os, name)))
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Do `work` in a child that ends with it; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        os._exit(0)
+    except BaseException as error:
+        print(f"a life ended in {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def end_within(pid: int, seconds: float) -> int:
+    """Wait for a child, and send it SIGKILL where time runs out; return how it ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

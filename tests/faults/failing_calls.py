@@ -27,7 +27,7 @@ import torch
 import scratchlm
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import find_checkpoints, write_checkpoint
-from scratchlm.cli import attention_picture, main, train
+from scratchlm.cli import attention_picture, device, main
 from scratchlm.data import prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
@@ -106,7 +106,7 @@ def warm() -> None:
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    train.look_at_machine = lambda device: Machine(1e11, False)
+    device.look_at_machine = lambda device: Machine(1e11, False)
     sys.argv = ["scratchlm", "presets"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         main()  # the command line is put together once

@@ -9,7 +9,6 @@ printed is a JSON summary.
 """
 
 import json
-import os
 import random
 import signal
 import sys
@@ -18,33 +17,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from faults.dying import die_at
+from faults.dying import die_at, end_within, fork
 from scratchlm.data import TokenFile, prepare
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import CharTokenizer
 
 
 def life(sources: Path, out: Path, tokenizer: CharTokenizer, dies_at: int = 0) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
+    def work() -> None:
         die_at(dies_at, "fsync", "replace")
         prepare([sources], tokenizer, out, workers=1, val_fraction=0.2)
-        os._exit(0)
-    except BaseException as error:
-        print(f"a life ended in {error!r}", file=sys.stderr, flush=True)
-        os._exit(1)
 
-
-def ended_within(pid: int, seconds: float) -> int | None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.0005)
-    return None
+    return fork(work)
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -69,10 +53,7 @@ def main(directory: Path, wanted: int, seed: int) -> None:
         (sources / f"{i:02d}.txt").write_text(words)
     tokenizer = CharTokenizer(sorted("catdogsnm "), ["<|endoftext|>"])
     began = time.monotonic()
-    assert (
-        os.waitstatus_to_exitcode(os.waitpid(life(sources, directory / "quiet", tokenizer), 0)[1])
-        == 0
-    )
+    assert end_within(life(sources, directory / "quiet", tokenizer), 1e9) == 0
     whole = time.monotonic() - began
     truth, kills, in_work, runs = files(directory / "quiet"), 0, 0, 0
     while kills < wanted:
@@ -83,17 +64,11 @@ def main(directory: Path, wanted: int, seed: int) -> None:
                 patience = chance.uniform(0, 0.7) * whole
             elif kills < wanted:
                 dies_at = chance.randrange(1, 12)
-            pid = life(sources, out, tokenizer, dies_at)
-            code = ended_within(pid, patience)
+            code = end_within(life(sources, out, tokenizer, dies_at), patience)
             lives += 1
-            if code is None:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            elif code == 0:
+            if code == 0:
                 break
-            else:
-                assert dies_at, f"a life ended with {code}"
-                assert code == -signal.SIGKILL, f"a life ended with {code}"
+            assert code == -signal.SIGKILL, f"a life ended with {code}"
             kills += 1
             in_work += (out / ".prepare").exists()
             for name in ("train", "val"):  # a finished file is whole; an unfinished one says so

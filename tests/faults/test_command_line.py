@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from forked import become_command
+from inference.tiny import save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
-from scratchlm.cli import main
 from scratchlm.cli.errors import is_for_the_user, one_line
 from scratchlm.cli.terminal import visible
 from scratchlm.config import NTKScaling, RMSNorm, Rotary, YarnScaling
@@ -35,21 +34,7 @@ def model(tmp_path_factory):
         vocab_size=tokenizer.vocab_size, context_length=32, d_model=8, num_layers=1, num_heads=2
     )
     torch.manual_seed(0)
-    write_checkpoint(
-        checkpoint_path(folder / "run", 1),
-        model=TransformerLM(config).state_dict(),
-        config=config,
-        tokenizer_file=tokenizer.save(folder / "tokenizer"),
-    )
-    return folder / "run"
-
-
-def run(monkeypatch, capsys, *arguments):
-    """Run a command in this process; return its exit status and what it wrote on stderr."""
-    monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code, capsys.readouterr().err
+    return save_run(folder / "run", TransformerLM(config), tokenizer)
 
 
 REFUSED = [
@@ -85,15 +70,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=lambda x: " ".join(x)[:60])
-def test_a_wrong_command_line_is_one_line_and_leaves_nothing(
-    arguments, says, model, tmp_path, monkeypatch, capsys
-):
+def test_a_wrong_command_line_is_one_line_and_leaves_nothing(arguments, says, model, tmp_path, cli):
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
     records = tmp_path / "records.jsonl"
     records.write_text('{"text": "a b"}\n' * 4)
     for word, path in (("DATA", data), ("OUT", out), ("RECORDS", records), ("RUN", model)):
         arguments = [a.replace(word, str(path)) for a in arguments]
-    status, err = run(monkeypatch, capsys, *arguments)
+    status, _, err = cli(*arguments)
     assert status == 2, err
     told = [line for line in err.splitlines() if not line.startswith("checkpoint: step ")]
     assert len(told) == 1
@@ -102,7 +85,7 @@ def test_a_wrong_command_line_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
-def test_a_batch_that_does_not_fit_in_memory_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_batch_that_does_not_fit_in_memory_is_one_line(tmp_path, cli, monkeypatch):
     data = write_data(tmp_path / "data")
     from scratchlm.training import step
 
@@ -111,8 +94,8 @@ def test_a_batch_that_does_not_fit_in_memory_is_one_line(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(step, "take_step", too_large)
     monkeypatch.setattr("scratchlm.training.loop.take_step", too_large)
-    status, err = run(
-        monkeypatch, capsys, "train", data, "--out", tmp_path / "out",
+    status, _, err = cli(
+        "train", data, "--out", tmp_path / "out",
         "model.d_model=8", "model.num_heads=2", "model.num_layers=1", "model.context_length=8",
         "train.batch_size=2", "train.steps=2", "train.eval_every=0",
     )  # fmt: skip
@@ -136,14 +119,14 @@ def test_too_little_memory_is_for_the_user_and_another_runtime_error_is_not(erro
     assert not is_for_the_user(KeyError("loss"))
 
 
-def test_train_does_not_advise_an_option_it_does_not_have(model, tmp_path, monkeypatch, capsys):
+def test_train_does_not_advise_an_option_it_does_not_have(model, tmp_path, cli):
     from scratchlm.data import prepare
 
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"a b {'a' if name == 'one' else 'b'} " * 90)
-    prepare([tmp_path / "one.txt"], model.parent / "tokenizer", tmp_path / "out" / "data")
+    prepare([tmp_path / "one.txt"], model / "tokenizer", tmp_path / "out" / "data")
     words = ["train", tmp_path / "two.txt", "--out", tmp_path / "out", "--tokenizer"]
-    status, err = run(monkeypatch, capsys, *words, model.parent / "tokenizer")
+    status, _, err = cli(*words, model / "tokenizer")
     assert status == 2
     assert "made from other sources or options; choose another folder" in err
     assert "`scratchlm prepare --overwrite`" in err
@@ -166,7 +149,7 @@ def test_closed_standard_streams_are_named_or_empty(model, tmp_path):
         2,
         "error: standard output is closed; > /dev/null drops what is printed\n",
     )
-    done = closed(0, "tokenizer", "encode", "-t", str(model.parent / "tokenizer"))
+    done = closed(0, "tokenizer", "encode", "-t", str(model / "tokenizer"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
     done = closed(2, "presets")
     assert done.returncode == 0
@@ -192,7 +175,7 @@ def test_a_file_name_that_is_not_utf_8_is_taken_and_printed(model, tmp_path):
     os.mkdir(folder)
     with open(folder + b"/t\xe9xt.txt", "wb") as file:
         file.write(b"a b a b " * 50)
-    tokenizer = str(model.parent / "tokenizer").encode()
+    tokenizer = str(model / "tokenizer").encode()
     prepare = [b"prepare", folder + b"/t\xe9xt.txt", b"--tokenizer", tokenizer]
     done = subprocess.run(
         [*map(os.fsencode, COMMAND), *prepare, b"--out", folder + b"/out"],
@@ -209,20 +192,15 @@ def test_a_file_name_that_is_not_utf_8_is_taken_and_printed(model, tmp_path):
     assert done.stderr.count(b"\n") == 1
 
 
-def test_square_brackets_in_a_runs_name_are_shown(tmp_path, monkeypatch, capsys):
+def test_square_brackets_in_a_runs_name_are_shown(tmp_path, cli):
     small = [
         "model.d_model=8", "model.num_heads=2", "model.num_layers=1", "model.context_length=8",
         "train.batch_size=2", "train.steps=2", "train.eval_every=0",
     ]  # fmt: skip
     data, out = write_data(tmp_path / "data"), tmp_path / "[red]big"
-    status, err = run(monkeypatch, capsys, "train", data, "--out", out, *small)
+    status, _, err = cli("train", data, "--out", out, *small)
     assert status == 0, err
-    monkeypatch.setattr(
-        sys, "argv", ["scratchlm", "compare", str(out), "--out", f"{tmp_path}/c.png"]
-    )
-    with pytest.raises(SystemExit):
-        main()
-    assert "[red]big" in capsys.readouterr().out
+    assert "[red]big" in cli("compare", out, "--out", tmp_path / "c.png")[1]
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -263,9 +241,9 @@ def test_no_text_from_outside_controls_the_terminal(model, tmp_path):
     assert harmless(on_a_terminal("generate", model, "-p", TITLE, "--num-samples", 2, "--json"))
     assert harmless(on_a_terminal("generate", tmp_path / TITLE))
     assert harmless(on_a_terminal("account", f"{tmp_path}/{TITLE}.json"))
-    assert harmless(on_a_terminal("tokenizer", "show", "-t", model.parent / "tokenizer", TITLE))
+    assert harmless(on_a_terminal("tokenizer", "show", "-t", model / "tokenizer", TITLE))
     ids = [str(i) for i in range(12)]
-    assert harmless(on_a_terminal("tokenizer", "decode", "-t", model.parent / "tokenizer", *ids))
+    assert harmless(on_a_terminal("tokenizer", "decode", "-t", model / "tokenizer", *ids))
 
 
 def test_samples_in_training_do_not_control_the_terminal(tmp_path):

@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 
 from forked import ForkedCommand
 from inference.test_chat import CHATML
-from inference.tiny import byte_tokenizer, tiny_model
+from inference.tiny import byte_tokenizer, save_run, tiny_model
 from scratchlm import acceleration
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.cli import app
 from scratchlm.cli.errors import one_line
 
@@ -27,13 +26,7 @@ def chat_run(tmp_path_factory):
 
 def save(path, tokenizer):
     model = tiny_model(vocab_size=tokenizer.vocab_size, context_length=96)
-    write_checkpoint(
-        checkpoint_path(path, 1),
-        model=model.state_dict(),
-        config=model.config,
-        tokenizer_file=tokenizer.save(path / "tokenizer"),
-    )
-    return str(path)
+    return str(save_run(path, model, tokenizer))
 
 
 def call(*arguments, stdin=None):

@@ -6,8 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from inference.tiny import byte_tokenizer, tiny_model
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
+from inference.tiny import byte_tokenizer, save_run, tiny_model
 from scratchlm.cli import app
 from scratchlm.cli.account_models import find_model
 from scratchlm.config import to_dict, toml_text
@@ -21,13 +20,7 @@ CHATML = ("<|im_start|>", "<|im_end|>")
 def chat_run(tmp_path_factory):
     path, tokenizer = tmp_path_factory.mktemp("chat"), byte_tokenizer(*CHATML)
     model = tiny_model(vocab_size=tokenizer.vocab_size, context_length=96)
-    write_checkpoint(
-        checkpoint_path(path, 1),
-        model=model.state_dict(),
-        config=model.config,
-        tokenizer_file=tokenizer.save(path / "tokenizer"),
-    )
-    return str(path)
+    return str(save_run(path, model, tokenizer))
 
 
 def call(*arguments, stdin=None):

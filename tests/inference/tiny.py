@@ -2,12 +2,15 @@
 
 import math
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from scratchlm import ModelConfig, TransformerLM
+from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.config import Learned, Rotary
 from scratchlm.tokenizer import Tokenizer
+from scratchlm.tokenizer.files import AnyTokenizer
 
 END = "<|endoftext|>"
 
@@ -37,6 +40,17 @@ def tiny_model(
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
     return model.eval()
+
+
+def save_run(path: Path, model: TransformerLM, tokenizer: AnyTokenizer, step: int = 1) -> Path:
+    """Write a run with one checkpoint, its tokenizer in it; return the run."""
+    write_checkpoint(
+        checkpoint_path(path, step),
+        model=model.state_dict(),
+        config=model.config,
+        tokenizer_file=tokenizer.save(path / "tokenizer"),
+    )
+    return path
 
 
 class ScriptedHead(torch.nn.Module):

@@ -18,7 +18,7 @@ from interop.hf_models import (
     token_ids,
     weights,
 )
-from scratchlm import TransformerLM, cli
+from scratchlm import TransformerLM
 from scratchlm import config as c
 from scratchlm.checkpoint import (
     checkpoint_path,
@@ -34,23 +34,6 @@ from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_
 from tiny_models import FAMILIES, PLAIN, build
 
 TEXT = "the cat sat on the mat; the dog saw the cat and the cat saw the dog. " * 20
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a command; give back status, stdout and stderr."""
-
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, words)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return command
 
 
 @pytest.fixture
@@ -74,24 +57,24 @@ def checkpoint(tmp_path, tokenizer_file):
 
 
 @pytest.mark.parametrize("family", ["llama 3.2", "qwen3 moe", "gpt2"])
-def test_import_then_export_is_byte_identical(family, run, tmp_path):
+def test_import_then_export_is_byte_identical(family, cli, tmp_path):
     theirs = hf_model(family, torch.bfloat16)
     theirs.generation_config.eos_token_id = [3, 5]
     theirs.save_pretrained(tmp_path / "in")
-    status, out, err = run("import", tmp_path / "in", tmp_path / "ours")
+    status, out, err = cli("import", tmp_path / "in", tmp_path / "ours")
     assert (status, err) == (0, "")
     assert f"{theirs.config.model_type}, " in out
     verify_checkpoint(tmp_path / "ours")
     assert read_config(tmp_path / "ours") == read_hf(tmp_path / "in").config
     assert_same_bytes(read_tensors(tmp_path / "ours"), dict(read_hf(tmp_path / "in")))
-    assert run("export", tmp_path / "ours", tmp_path / "out")[0] == 0
+    assert cli("export", tmp_path / "ours", tmp_path / "out")[0] == 0
     assert_same_bytes(weights(tmp_path / "out"), weights(tmp_path / "in"))
     assert read_hf(tmp_path / "out").eos_token_ids == (3, 5)
     assert load_with_transformers(tmp_path / "out").generation_config.eos_token_id == [3, 5]
 
 
-def test_a_run_is_exported_with_its_tokenizer_and_imported_again(run, tmp_path, checkpoint):
-    status, out, err = run("export", tmp_path / "run", tmp_path / "out")
+def test_a_run_is_exported_with_its_tokenizer_and_imported_again(cli, tmp_path, checkpoint):
+    status, out, err = cli("export", tmp_path / "run", tmp_path / "out")
     assert (status, err) == (0, "checkpoint: step 5, the last\n")
     assert "qwen3, " in out
     theirs, ours = load_with_transformers(tmp_path / "out"), TransformerLM(read_config(checkpoint))
@@ -108,38 +91,38 @@ def test_a_run_is_exported_with_its_tokenizer_and_imported_again(run, tmp_path, 
     assert fast.eos_token_id == theirs.config.eos_token_id == end
     assert theirs.generation_config.eos_token_id == end
 
-    assert run("import", tmp_path / "out", tmp_path / "back")[0] == 0
+    assert cli("import", tmp_path / "out", tmp_path / "back")[0] == 0
     original = (checkpoint / "tokenizer.json").read_bytes()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == original
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == original
     assert read_manifest(tmp_path / "back")["metadata"]["eos_token_ids"] == [end]
 
 
-def test_export_converts_dtype_and_shards(run, tmp_path, checkpoint):
+def test_export_converts_dtype_and_shards(cli, tmp_path, checkpoint):
     options = ("--dtype", "bfloat16", "--max-shard-gb", "0.00001")
-    assert run("export", checkpoint, tmp_path / "out", *options)[0] == 0
+    assert cli("export", checkpoint, tmp_path / "out", *options)[0] == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
-    assert run("import", tmp_path / "out", tmp_path / "wide", "--dtype", "float64")[0] == 0
+    assert cli("import", tmp_path / "out", tmp_path / "wide", "--dtype", "float64")[0] == 0
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     assert {t.dtype for t in wide.values()} == {torch.float64}
 
 
-def test_a_chat_template_comes_along_in_and_out(run, tmp_path, checkpoint):
+def test_a_chat_template_comes_along_in_and_out(cli, tmp_path, checkpoint):
     said = [{"role": "user", "content": "hi"}]
-    assert run("export", checkpoint, tmp_path / "out")[0] == 0
+    assert cli("export", checkpoint, tmp_path / "out")[0] == 0
     table = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     table |= {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": "<b>"}
     (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps(table))
-    assert run("import", tmp_path / "out", tmp_path / "in")[0] == 0
+    assert cli("import", tmp_path / "out", tmp_path / "in")[0] == 0
     verify_checkpoint(tmp_path / "in")
     assert load_model(tmp_path / "in").chat_template.render(said) == "<b>hi"
-    assert run("export", tmp_path / "in", tmp_path / "again")[0] == 0
+    assert cli("export", tmp_path / "in", tmp_path / "again")[0] == 0
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
     assert theirs.apply_chat_template(said, tokenize=False) == "<b>hi"
 
 
-def test_a_scratchlm_only_tokenizer_is_exported_and_reported(run, tmp_path):
+def test_a_scratchlm_only_tokenizer_is_exported_and_reported(cli, tmp_path):
     CharTokenizer.of_text([TEXT]).save(tmp_path / "tokenizer")
     write_checkpoint(
         tmp_path / "ours",
@@ -147,25 +130,25 @@ def test_a_scratchlm_only_tokenizer_is_exported_and_reported(run, tmp_path):
         config=PLAIN,
         tokenizer_file=tmp_path / "tokenizer" / "tokenizer.json",
     )
-    status, out, _ = run("export", tmp_path / "ours", tmp_path / "out")
+    status, out, _ = cli("export", tmp_path / "ours", tmp_path / "out")
     assert status == 0
     assert "only scratchlm reads" in out
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
-def test_nonfinite_weights_are_imported_only_with_the_flag(run, tmp_path):
+def test_nonfinite_weights_are_imported_only_with_the_flag(cli, tmp_path):
     model = hf_model("llama 3")
     with torch.no_grad():
         model.lm_head.weight[3, 3] = float("nan")
     model.save_pretrained(tmp_path / "in")
-    status, _, err = run("import", tmp_path / "in", tmp_path / "ours")
+    status, _, err = cli("import", tmp_path / "in", tmp_path / "ours")
     assert (status, err.count("\n")) == (2, 1)
     assert "'lm_head.weight' holds NaN" in err
     assert not (tmp_path / "ours").exists()
-    assert run("import", tmp_path / "in", tmp_path / "ours", "--allow-nonfinite")[0] == 0
+    assert cli("import", tmp_path / "in", tmp_path / "ours", "--allow-nonfinite")[0] == 0
 
 
-def test_user_errors_are_one_line_and_exit_status_2(run, tmp_path, checkpoint):
+def test_user_errors_are_one_line_and_exit_status_2(cli, tmp_path, checkpoint):
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
@@ -186,7 +169,7 @@ def test_user_errors_are_one_line_and_exit_status_2(run, tmp_path, checkpoint):
         (("export", checkpoint, tmp_path / "full"), "full exists already"),
         (("export", checkpoint, tmp_path / "o", "--max-shard-gb", "0"), "--max-shard-gb must be"),
     ):
-        status, out, err = run(*words)
+        status, out, err = cli(*words)
         assert (status, out) == (2, ""), words
         assert err.startswith("error: "), err
         assert err.count("\n") == 1, err
@@ -195,11 +178,11 @@ def test_user_errors_are_one_line_and_exit_status_2(run, tmp_path, checkpoint):
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
 
 
-def test_a_run_is_exported_as_gguf_with_its_tokenizer_and_imported_again(run, tmp_path, checkpoint):
-    status, out, err = run("export", tmp_path / "run", tmp_path / "to" / "m.gguf")
+def test_a_run_is_exported_as_gguf_with_its_tokenizer_and_imported_again(cli, tmp_path, checkpoint):
+    status, out, err = cli("export", tmp_path / "run", tmp_path / "to" / "m.gguf")
     assert (status, err) == (0, "checkpoint: step 5, the last\n")
     assert out == f"{tmp_path}/to/m.gguf: qwen3, 14,128 parameters, with its tokenizer\n"
-    assert run("import", tmp_path / "to" / "m.gguf", tmp_path / "back")[0] == 0
+    assert cli("import", tmp_path / "to" / "m.gguf", tmp_path / "back")[0] == 0
     verify_checkpoint(tmp_path / "back")
     theirs, ours = (
         TransformerLM(read_config(checkpoint)),
@@ -213,14 +196,14 @@ def test_a_run_is_exported_as_gguf_with_its_tokenizer_and_imported_again(run, tm
     assert before.fingerprint() == after.fingerprint()
     end = before.special_tokens["<|endoftext|>"]
     assert read_manifest(tmp_path / "back")["metadata"]["eos_token_ids"] == [end]
-    status, out, _ = run("account", tmp_path / "to" / "m.gguf")
+    status, out, _ = cli("account", tmp_path / "to" / "m.gguf")
     assert (status, "14,128" in out) == (0, True)
-    status, out, _ = run("generate", tmp_path / "to" / "m.gguf", "--prompt", "the", "--seed", "1")
+    status, out, _ = cli("generate", tmp_path / "to" / "m.gguf", "--prompt", "the", "--seed", "1")
     assert status == 0
     assert out.strip()
 
 
-def test_a_gguf_file_carries_the_chat_template_in_and_out(run, tmp_path, checkpoint):
+def test_a_gguf_file_carries_the_chat_template_in_and_out(cli, tmp_path, checkpoint):
     template = {"chat_template": "{{ messages[0].content }}", "eos_token": "<|endoftext|>"}
     write_checkpoint(
         tmp_path / "ours",
@@ -229,32 +212,32 @@ def test_a_gguf_file_carries_the_chat_template_in_and_out(run, tmp_path, checkpo
         tokenizer_file=checkpoint / "tokenizer.json",
         tokenizer_config=json.dumps(template).encode(),
     )
-    assert run("export", tmp_path / "ours", tmp_path / "m.gguf")[0] == 0
-    assert run("import", tmp_path / "m.gguf", tmp_path / "back")[0] == 0
+    assert cli("export", tmp_path / "ours", tmp_path / "m.gguf")[0] == 0
+    assert cli("import", tmp_path / "m.gguf", tmp_path / "back")[0] == 0
     back = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
     assert back.items() >= template.items()
     loaded = load_model(tmp_path / "m.gguf")
     assert loaded.chat_template.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
-def test_export_quantises_a_gguf_file_and_says_what_stays_wide(run, tmp_path, tokenizer_file):
+def test_export_quantises_a_gguf_file_and_says_what_stays_wide(cli, tmp_path, tokenizer_file):
     config = FAMILIES["llama"].replace(vocab_size=300, d_model=32, d_ff=64)
     model = build(config, dtype=torch.float32).state_dict()
     write_checkpoint(tmp_path / "m", model=model, config=config, tokenizer_file=tokenizer_file)
-    status, out, _ = run("export", tmp_path / "m", tmp_path / "m.gguf", "--quantize", "q4_0")
+    status, out, _ = cli("export", tmp_path / "m", tmp_path / "m.gguf", "--quantize", "q4_0")
     assert status == 0
     assert "q4_0 " in out
     assert "wide " in out
     assert load_model(tmp_path / "m.gguf").is_quantized
-    assert run("import", tmp_path / "m.gguf", tmp_path / "back", "--dtype", "bfloat16")[0] == 0
+    assert cli("import", tmp_path / "m.gguf", tmp_path / "back", "--dtype", "bfloat16")[0] == 0
     assert {t.dtype for t in read_tensors(tmp_path / "back").values()} == {torch.bfloat16}
-    assert run("export", tmp_path / "m", tmp_path / "wide.gguf")[0] == 0
+    assert cli("export", tmp_path / "m", tmp_path / "wide.gguf")[0] == 0
     small = tmp_path / "small"
-    assert run("quantize", tmp_path / "wide.gguf", "--to", "q4_0", "--out", small)[0] == 0
+    assert cli("quantize", tmp_path / "wide.gguf", "--to", "q4_0", "--out", small)[0] == 0
     assert load_tokenizer(small).fingerprint() == load_tokenizer(tmp_path / "m").fingerprint()
 
 
-def test_what_gguf_cannot_do_is_one_line(run, tmp_path, checkpoint):
+def test_what_gguf_cannot_do_is_one_line(cli, tmp_path, checkpoint):
     CharTokenizer.of_text([TEXT]).save(tmp_path / "tokenizer")
     write_checkpoint(
         tmp_path / "chars",
@@ -278,7 +261,7 @@ def test_what_gguf_cannot_do_is_one_line(run, tmp_path, checkpoint):
         (("import", "nowhere.gguf", o), "nowhere.gguf: no such file"),
         (("generate", tmp_path / "bad.gguf"), "must be a run with a checkpoint"),
     ):
-        status, out, err = run(*words)
+        status, out, err = cli(*words)
         assert (status, out) == (2, ""), words
         assert err.startswith("error: "), err
         assert err.count("\n") == 1, err
@@ -286,11 +269,11 @@ def test_what_gguf_cannot_do_is_one_line(run, tmp_path, checkpoint):
     assert not o.exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, checkpoint):
+def test_a_damaged_checkpoint_is_not_exported(cli, tmp_path, checkpoint):
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (checkpoint / "model.safetensors").write_bytes(bytes(data))
-    status, _, err = run("export", checkpoint, tmp_path / "out")
+    status, _, err = cli("export", checkpoint, tmp_path / "out")
     assert status == 2
     assert "is damaged" in err
 
@@ -300,8 +283,8 @@ def test_reading_a_config_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
 
 
-def test_help_names_the_families(run):
-    status, out, _ = run("import", "--help")
+def test_help_names_the_families(cli):
+    status, out, _ = cli("import", "--help")
     assert status == 0
     for model_type in (
         "llama",

@@ -15,6 +15,7 @@ import torch
 from forked import ForkedCommand
 from scratchlm.checkpoint import find_checkpoints
 from scratchlm.cli import main
+from scratchlm.cli.training_run import rank_settings
 from scratchlm.parallel.launch import without_gpus
 from test_architecture import SRC
 from training.tiny import write_data
@@ -158,3 +159,9 @@ def test_a_machine_with_fewer_gpus_is_named():
     assert without_gpus(["train", "--gpus", "8", "x", "--gpus=8", "--out", "y"]) == [
         *("train", "x", "--out", "y")
     ]
+
+
+def test_what_was_typed_about_ranks_reaches_them(tmp_path):
+    typed = {"tp": 2, "cp": 4, "backend": "gloo", "rank_timeout": 30}
+    settings = rank_settings(tmp_path, typed)
+    assert {name: getattr(settings, name) for name in typed} == typed

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from inference.tiny import byte_tokenizer
-from scratchlm import ModelConfig, TransformerLM, account, cli, generate, load_model
+from scratchlm import ModelConfig, TransformerLM, account, generate, load_model
 from scratchlm.accounting import Setup
 from scratchlm.checkpoint import read_manifest, write_checkpoint
 from scratchlm.config import MoE, Rotary
@@ -79,15 +79,12 @@ def quantized(wide):
 
 
 @pytest.fixture
-def run_cli(monkeypatch, capsys):
+def run_cli(cli):
     """Run a command; return what it printed."""
 
     def command(*words, code=0):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert (stop.value.code or 0) == code, err
+        status, out, err = cli(*words)
+        assert status == code, err
         return out if code == 0 else err
 
     return command

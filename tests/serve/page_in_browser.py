@@ -9,8 +9,8 @@ from pathlib import Path
 
 import chromium
 from inference.tiny import END, byte_tokenizer, tiny_model
+from inference.tiny import save_run as write_run
 from scratchlm import TransformerLM
-from scratchlm.checkpoint import checkpoint_path, write_checkpoint
 from scratchlm.inference import Loaded, load_model
 from scratchlm.serve.run import Running
 from serve.tiny_server import tiny_engine, tiny_server
@@ -30,13 +30,7 @@ def save_run(path: Path, context_length: int = 96, model: TransformerLM | None =
     """Write a run to disk, and load it as a user would."""
     tokenizer = evil_tokenizer()
     model = model or tiny_model(tokenizer.vocab_size, context_length)
-    write_checkpoint(
-        checkpoint_path(path, 1),
-        model=model.state_dict(),
-        config=model.config,
-        tokenizer_file=tokenizer.save(path / "tokenizer"),
-    )
-    return load_model(path)
+    return load_model(write_run(path, model, tokenizer))
 
 
 def address_of(ids, **words):

@@ -12,7 +12,6 @@ last line printed is a JSON summary.
 """
 
 import json
-import os
 import random
 import signal
 import sys
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from faults.dying import die_at
+from faults.dying import die_at, end_within, fork
 from scratchlm.checkpoint import find_checkpoints, verify_checkpoint
 from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
@@ -82,31 +81,6 @@ def own(plan: Plan, run: Path) -> Plan:
     return replace(plan, data=files)
 
 
-def life(run: Path, train: Train, die: Callable[[], None] = lambda: None) -> int:
-    """Fork a child that resumes the run and trains to its end; return its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        die()
-        train(run)
-        os._exit(0)
-    except BaseException as error:
-        print(f"a life ended in {error!r}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def ended_within(pid: int, seconds: float) -> int | None:
-    """Wait for a child; return how it ended (a code, or −signal), or None where time ran out."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
-
-
 def last_checkpoint(run: Path) -> dict[str, str]:
     files = verify_checkpoint(find_checkpoints(run)[-1])["files"]
     return {name: file["sha256"] for name, file in files.items()}
@@ -118,7 +92,7 @@ def main(directory: Path, kills_wanted: int, seed: int, kind: str = "training") 
     train = training(directory) if kind == "training" else fine_tuning(directory, kind)
     quiet = directory / "quiet"
     began = time.monotonic()
-    assert os.waitstatus_to_exitcode(os.waitpid(life(quiet, train), 0)[1]) == 0
+    assert end_within(fork(lambda: train(quiet)), 1e9) == 0
     whole = time.monotonic() - began
     chance = random.Random(seed)
     kills = in_a_write = torn = runs = 0
@@ -126,23 +100,17 @@ def main(directory: Path, kills_wanted: int, seed: int, kind: str = "training") 
         run, lives = directory / f"run{runs}", 0
         while True:
             # A tenth of a whole run or so: each life gets somewhere, none far.
-            patience, die = 1e9, None
+            patience, die = 1e9, lambda: None
             if kills < kills_wanted and lives % 2:
                 patience = chance.uniform(0, 0.2) * whole
             elif kills < kills_wanted:
                 call, most = chance.choice((("rename", 7), ("fsync", 40)))
                 die = partial(die_at, chance.randrange(1, most), call)
-            pid = life(run, train, die or (lambda: None))
-            code = ended_within(pid, patience)
+            code = end_within(fork(lambda die=die, run=run: (die(), train(run))), patience)
             lives += 1
-            if code is None:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            elif code == 0:
+            if code == 0:
                 break
-            else:
-                assert die, f"life {lives} of {run} ended with {code}"
-                assert code == -signal.SIGKILL, f"life {lives} of {run} ended with {code}"
+            assert code == -signal.SIGKILL, f"life {lives} of {run} ended with {code}"
             kills += 1
             in_a_write += any((run / "checkpoints").glob(".*-*"))
             log = run / "metrics.jsonl"

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from check.command import run as run_command
 from scratchlm.checkpoint import choose_checkpoint, find_checkpoints, read_manifest, step_of
-from scratchlm.cli import main
 from scratchlm.cli.training_checks import leaving_nothing
 from scratchlm.config import LayerNorm, MoE, Rotary
 from scratchlm.inference import load_model
@@ -20,18 +18,6 @@ from training.tiny import write_data
 
 SMALL = ("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.context_length=8")
 TEXT = "the cat sat on the mat and the dog ran to the hill. " * 60
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture

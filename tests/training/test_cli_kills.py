@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from functools import partial
 
@@ -10,7 +9,6 @@ import pytest
 
 from forked import ForkedCommand
 from scratchlm.checkpoint import find_checkpoints, step_of, verify_checkpoint
-from scratchlm.cli import main
 from scratchlm.training import loop
 from scratchlm.training import run as run_module
 from training.tiny import log_of, write_data
@@ -40,25 +38,16 @@ def stopped_before(step, *arguments):
     return process
 
 
-def in_this_process(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code or 0
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(
-    tmp_path, monkeypatch, capsys
-):
+def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(tmp_path, cli):
     data, run, whole = write_data(tmp_path / "data"), tmp_path / "run", tmp_path / "whole"
-    assert in_this_process(monkeypatch, "train", data, "--out", whole, *CONFIG) == 0
+    assert cli("train", data, "--out", whole, *CONFIG)[0] == 0
 
     process = stopped_before(20, "train", data, "--out", run, *CONFIG)
-    capsys.readouterr()
-    assert in_this_process(monkeypatch, "train", "--resume", "--out", run) == 2
+    status, _, err = cli("train", "--resume", "--out", run)
+    assert status == 2
     busy = f"another trainer (process {process.pid}) is at work on this run"
-    assert busy in capsys.readouterr().err
+    assert busy in err
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate()
@@ -77,7 +66,7 @@ def test_ctrl_c_sigterm_and_kill_leave_a_run_that_goes_on_bit_for_bit(
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate()
     assert process.returncode == 143, err
-    assert in_this_process(monkeypatch, "train", "--resume", "--out", run) == 0
+    assert cli("train", "--resume", "--out", run)[0] == 0
 
     assert log_of(run) == log_of(whole)
     files = [verify_checkpoint(find_checkpoints(d)[-1])["files"] for d in (run, whole)]

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ import torch
 from check.command import run as run_command
 from scratchlm import acceleration
 from scratchlm.checkpoint import find_checkpoints, read_config, verify_checkpoint
-from scratchlm.cli import main, training_setup
-from scratchlm.cli.train import choose_device
+from scratchlm.cli import training_setup
+from scratchlm.cli.device import choose_device
 from scratchlm.ops import native
 from scratchlm.training import read_metrics
 from scratchlm.training.choosing import choose_settings
@@ -23,20 +22,6 @@ from training.tiny import log_of, write_data
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "hill", ".", "the"]
 SMALL = ("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.context_length=8")
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command line in this process; return its exit status, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture

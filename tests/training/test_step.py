@@ -17,9 +17,9 @@ from scratchlm.config import MoE
 from scratchlm.data import IGNORE_INDEX, Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Learner, TrainConfig, backward, build_model, evaluate, take_step
+from scratchlm.training.apply import apply_precision
 from scratchlm.training.checks import check_applicable
 from scratchlm.training.evaluation import merge_batches
-from scratchlm.training.means import apply_precision
 from scratchlm.training.recording import PLAIN_STEPS, RecordedBackward
 from training.tiny import MODEL, make_learner, state_of
 

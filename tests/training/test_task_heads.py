@@ -2,16 +2,14 @@
 
 import json
 import random
-import sys
 from functools import partial
 
 import pytest
 import torch
 
-from inference.tiny import byte_tokenizer
+from inference.tiny import byte_tokenizer, save_run
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import checkpoint_path, find_checkpoints, read_tensors, write_checkpoint
-from scratchlm.cli import main
+from scratchlm.checkpoint import find_checkpoints, read_tensors
 from scratchlm.cli.predict import _check_kind, _field
 from scratchlm.config.heads import TaskHead
 from scratchlm.data.conversations import Example
@@ -52,29 +50,16 @@ def write(path, records):
 
 
 @pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
+def cli(cli, tmp_path, monkeypatch):
     """Run the command line in this process, in a folder with a small model and data."""
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
     config = ModelConfig(tokenizer.vocab_size, 64, 32, 1, 2)
     torch.manual_seed(0)
-    write_checkpoint(
-        checkpoint_path(tmp_path / "base", 1),
-        model=TransformerLM(config).state_dict(),
-        config=config,
-        tokenizer_file=tokenizer.save(tmp_path / "tokenizer"),
-    )
+    save_run(tmp_path / "base", TransformerLM(config), tokenizer)
     write(tmp_path / "animals.jsonl", texts(240))
     write(tmp_path / "questions.jsonl", questions(300))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scratchlm", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+    return cli
 
 
 def test_a_classifier_learns_predicts_leaves_and_comes_back(cli, tmp_path):

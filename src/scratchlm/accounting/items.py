@@ -52,19 +52,6 @@ class Node:
             return self.times.value(env) * sum(part.value(env) for part in self.parts)
         return self.times.value(env) * self.formula.value(env)
 
-    def data(self) -> dict[str, Any]:
-        """Write as plain values, for JSON."""
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "note": self.note,
-            "times": self.times.data(),
-            "formula": None if self.formula is None else self.formula.data(),
-            "symbols": _symbols(self),
-            "where": {name: formula.data() for name, formula in self.where},
-            "parts": [part.data() for part in self.parts],
-        }
-
     def scaled(self, factor: Number, name: str | None = None) -> Node:
         """Return the tree with every leaf multiplied, e.g. a backward pass as 2 × the forward."""
         return Node(
@@ -130,12 +117,11 @@ def group(
     parts: Sequence[Node],
     unit: str = "",
     times: Expr | Number = 1,
-    note: str = "",
     closed: Expr | None = None,
     where: tuple[tuple[str, Expr], ...] = (),
 ) -> Node:
     """Make a line that sums its parts, `times` over; `closed` is the sum as one formula."""
-    return Node(name, closed, tuple(parts), unit, lift(times), note, where)
+    return Node(name, closed, tuple(parts), unit, lift(times), where=where)
 
 
 def evaluate(node: Node, env: Env, whole: Number | None = None, unit: str = "") -> Item:

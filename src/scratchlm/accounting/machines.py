@@ -82,12 +82,12 @@ def _gpu(
     )
 
 
-def ring_rate(link: float, group: int, in_node: int, network: float = NETWORK) -> float:
+def ring_rate(link: float, group: int, in_node: int) -> float:
     """Return the bytes/s a GPU sends in a ring of `group` GPUs, `in_node` of them in each node.
 
     A ring that leaves its node does so through the adapters of all its GPUs there.
     """
-    return link if group <= in_node else min(link, in_node * network)
+    return link if group <= in_node else min(link, in_node * NETWORK)
 
 
 MACHINES: dict[str, Machine] = {

@@ -36,9 +36,9 @@ from scratchlm.accounting.expr import Expr, Num, Number, total
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
 from scratchlm.accounting.parameters import layer_parts, parameter_tree
 from scratchlm.accounting.ranks import (
+    DIVIDED,
     RANK_SHARE,
     as_executed,
-    divided_sizes,
     parallel_buffers,
     split,
     weights,
@@ -105,7 +105,7 @@ def memory(config: ModelConfig, setup: Setup) -> Memory:
 def memory_bindings(config: ModelConfig, setup: Setup) -> dict[str, Number]:
     """Bind every symbol for one rank; under TP the rank's share of heads, width and vocabulary."""
     env = bindings(config, setup)
-    for name, field in divided_sizes(config).items():
+    for name, field in DIVIDED.items():
         if env[name] % env["G_t"]:
             raise ValueError(
                 f"tensor parallelism needs {field} divisible by tp; "
@@ -148,7 +148,7 @@ def kv_cache_bytes() -> Expr:
     return 2 * L * B * H_kv * d_h * (C + 1) * b_kv
 
 
-def optimizer_state(config: ModelConfig, optimizer: str) -> Node:
+def optimizer_state(optimizer: str) -> Node:
     """Return the optimizer's own numbers, in the weights' dtype."""
     if optimizer == "sgd":
         return leaf("optimizer state", 0, note="SGD keeps none")
@@ -171,7 +171,7 @@ def training_trees(config: ModelConfig, setup: Setup) -> dict[str, Node]:
     execution = setup.execution
     always = [
         weights(setup),
-        optimizer_state(config, setup.optimizer),
+        optimizer_state(setup.optimizer),
         *rope_tables(config),
         *parallel_buffers(setup),
         leaf("workspace", WORKSPACE, note="the matmul library's"),

@@ -14,13 +14,19 @@ from scratchlm.accounting.flops import CHECKPOINTING, CONVENTIONS
 from scratchlm.accounting.machines import PRICES_AS_OF, Machine
 from scratchlm.accounting.money import DEFAULT_MFU, TOKENS_PER_PARAMETER
 from scratchlm.accounting.page_formulas import SUGGESTED_TOKENS, Formulas, number, variants
-from scratchlm.accounting.setup import DEFAULT_LENGTHS, OPTIMIZERS, PARALLEL, PRECISIONS, Setup
+from scratchlm.accounting.setup import (
+    DEFAULT_LENGTHS,
+    MAX_SIZE,
+    OPTIMIZERS,
+    PARALLEL,
+    PRECISIONS,
+    Setup,
+)
 from scratchlm.accounting.symbols import SYMBOLS, H, d
 from scratchlm.accounting.work import PHASES
 from scratchlm.config import ModelConfig, MoE, default_d_ff
 from scratchlm.config.parts import SIZE_LIMITS
 
-_MAX_SIZE = 2**40  # what `Setup` allows for a length, a batch or a number of GPUs
 _GENERATION = ("generation", "generation-no-cache")
 
 
@@ -37,7 +43,7 @@ class Control:
     link_label: str = ""
     stops: tuple[int, ...] = ()  # where the slider snaps
     least: int = 1
-    most: int | None = _MAX_SIZE
+    most: int | None = MAX_SIZE
     choices: tuple[tuple[str, str], ...] = ()  # value, words
     option: str = ""  # of the command line; "" for fields of the model
     plain: Any = None  # the default of that option
@@ -122,59 +128,24 @@ def _work(config: ModelConfig, setup: Setup, convention: str) -> list[Control]:
     seq = setup.context or config.context_length
     lengths = _with(_doublings(2**20, 16), seq)
 
-    def length(key: str, label: str, symbol: str, value: int | None, **more: Any) -> Control:
-        return Control(
-            key,
-            label,
-            "size",
-            value,
-            symbol,
-            link=DEFAULT_LENGTHS[symbol],
-            stops=_with(lengths, value),
-            option=f"--{key.replace('_', '-')}",
-            **more,
-        )
+    def length(
+        key: str, label: str, symbol: str, value: int | None, link_label: str, **more: Any
+    ) -> Control:
+        link = DEFAULT_LENGTHS[symbol]
+        return _size(key, label, symbol, value, lengths, link=link, link_label=link_label, **more)
 
+    read = {"phase": ("prefill", *_GENERATION)}
+    rest = "the rest of the context"
+    context = {"link": Sym("N_ctx"), "link_label": "context_length"}
     return [
         _choice("phase", "phase", PHASES, setup.phase, "forward"),
-        Control(
-            "batch",
-            "batch",
-            "size",
-            setup.batch,
-            "B",
-            stops=_with(_doublings(4096), setup.batch),
-            option="--batch",
-            plain=1,
-        ),
-        Control(
-            "context",
-            "context",
-            "size",
-            setup.context,
-            "S",
-            link=Sym("N_ctx"),
-            link_label="context_length",
-            stops=lengths,
-            option="--context",
-        ),
+        _size("batch", "batch", "B", setup.batch, _doublings(4096), plain=1),
+        _size("context", "context", "S", setup.context, lengths, **context),
+        length("prompt", "prompt", "P", setup.prompt, "half the context", when=read),
         length(
-            "prompt",
-            "prompt",
-            "P",
-            setup.prompt,
-            link_label="half the context",
-            when={"phase": ("prefill", *_GENERATION)},
+            "new_tokens", "new tokens", "T", setup.new_tokens, rest, when={"phase": _GENERATION}
         ),
-        length(
-            "new_tokens",
-            "new tokens",
-            "T",
-            setup.new_tokens,
-            link_label="the rest of the context",
-            when={"phase": _GENERATION},
-        ),
-        length("cache", "cache", "C", setup.cache, link_label="context − 1", least=0),
+        length("cache", "cache", "C", setup.cache, "context − 1", least=0),
         _choice("convention", "convention", CONVENTIONS, convention, "full"),
     ]
 
@@ -189,10 +160,10 @@ def _model(config: ModelConfig) -> list[Control]:
     linked_kv = config.num_kv_heads == config.num_heads
     heads = _with(_counts(64, 256), config.num_heads)
     controls = [
-        _size("num_layers", "layers", "L", config.num_layers, _counts(64, 256)),
-        _size("d_model", "width", "d", config.d_model, _widths(2**15)),
-        _size("num_heads", "heads", "H", config.num_heads, heads),
-        _size(
+        _field("num_layers", "layers", "L", config.num_layers, _counts(64, 256)),
+        _field("d_model", "width", "d", config.d_model, _widths(2**15)),
+        _field("num_heads", "heads", "H", config.num_heads, heads),
+        _field(
             "num_kv_heads",
             "kv heads",
             "H_kv",
@@ -201,7 +172,7 @@ def _model(config: ModelConfig) -> list[Control]:
             link=H,
             link_label="heads",
         ),
-        _size(
+        _field(
             "d_head",
             "head width",
             "d_h",
@@ -210,7 +181,7 @@ def _model(config: ModelConfig) -> list[Control]:
             link=d / H,
             link_label="width / heads",
         ),
-        _size("d_ff", "feed-forward", "d_ff", None, _widths(2**17), **_ff_link(config)),
+        _field("d_ff", "feed-forward", "d_ff", None, _widths(2**17), **_ff_link(config)),
         _choice(
             "ffn",
             "feed-forward layer is",
@@ -220,8 +191,8 @@ def _model(config: ModelConfig) -> list[Control]:
             option="",
             labels=("dense", "mixture of experts"),
         ),
-        _size("num_experts", "experts", "E", experts.num_experts, _counts(64, 512), when=only_moe),
-        _size(
+        _field("num_experts", "experts", "E", experts.num_experts, _counts(64, 512), when=only_moe),
+        _field(
             "experts_per_token",
             "experts per token",
             "k",
@@ -229,8 +200,8 @@ def _model(config: ModelConfig) -> list[Control]:
             _counts(16, 64),
             when=only_moe,
         ),
-        _size("vocab_size", "vocabulary", "V", config.vocab_size, _doublings(2**19, 256)),
-        _size(
+        _field("vocab_size", "vocabulary", "V", config.vocab_size, _doublings(2**19, 256)),
+        _field(
             "context_length",
             "context_length",
             "N_ctx",
@@ -240,7 +211,7 @@ def _model(config: ModelConfig) -> list[Control]:
     ]
     if config.attention.sliding_window is not None:
         window = config.attention.sliding_window
-        controls.append(_size("sliding_window", "window", "W", window, _doublings(2**17, 16)))
+        controls.append(_field("sliding_window", "window", "W", window, _doublings(2**17, 16)))
     tied = Control("tie_embeddings", "tie embeddings", "flag", config.tie_embeddings)
     return [*controls, tied]
 
@@ -306,18 +277,11 @@ def _machines(
         f"{machine.name} · {machine.memory / 2**30:.0f} GiB · {machine.bandwidth / 1e12:.3g} TB/s"
         for machine in machines
     )
+    not_tp = {"parallel": tuple(name for name in PARALLEL if name != "tp")}
+    between = "the GPU's; between nodes 50"
     return [
         _choice("gpu", "GPU", names, gpu.name, "h100-sxm", labels=labels),
-        Control(
-            "gpus",
-            "GPUs",
-            "size",
-            setup.gpus,
-            "G",
-            stops=_with(_doublings(2**14), setup.gpus),
-            option="--gpus",
-            plain=1,
-        ),
+        _size("gpus", "GPUs", "G", setup.gpus, _doublings(2**14), plain=1),
         _choice(
             "parallel",
             "spread by",
@@ -326,73 +290,24 @@ def _machines(
             "none",
             words="none: several GPUs are data-parallel (zero1)",
         ),
-        Control(
-            "tp",
-            "tensor parallel",
-            "size",
-            setup.tp or 1,
-            "G_t",
-            stops=_with(_doublings(64), setup.tp or 1),
-            option="--tp",
-            plain=1,
-            when={"parallel": tuple(name for name in PARALLEL if name != "tp")},
+        _size("tp", "tensor parallel", "G_t", setup.tp or 1, _doublings(64), plain=1, when=not_tp),
+        _size(
+            "micro_batches", "micro-batches", "m", setup.micro_batches, _doublings(1024), plain=1
         ),
-        Control(
-            "micro_batches",
-            "micro-batches",
-            "size",
-            setup.micro_batches,
-            "m",
-            stops=_with(_doublings(1024), setup.micro_batches),
-            option="--micro-batches",
-            plain=1,
-        ),
-        Control(
-            "link",
-            "GB/s out of a GPU",
-            "real",
-            link,
-            "link",
-            link=Sym("list_link"),
-            link_label="the GPU's; between nodes 50",
-            option="--link",
-        ),
+        _real("link", "GB/s out of a GPU", "link", link, link=Sym("list_link"), link_label=between),
     ]
 
 
 def _run(money: Money) -> list[Control]:
+    tokens: dict[str, Any] = {
+        "link": SUGGESTED_TOKENS,
+        "link_label": f"{TOKENS_PER_PARAMETER} per parameter",
+    }
+    price = {"link": Sym("list_price"), "link_label": f"{PRICES_AS_OF}, rough"}
     return [
-        Control(
-            "tokens",
-            "tokens",
-            "size",
-            money.tokens,
-            "D",
-            link=SUGGESTED_TOKENS,
-            link_label=f"{TOKENS_PER_PARAMETER} per parameter",
-            most=None,
-            option="--tokens",
-        ),
-        Control(
-            "mfu",
-            "assumed MFU",
-            "real",
-            money.mfu,
-            "u",
-            most=1,
-            option="--mfu",
-            plain=DEFAULT_MFU,
-        ),
-        Control(
-            "price",
-            "$ per GPU-hour",
-            "real",
-            money.price,
-            "price",
-            link=Sym("list_price"),
-            link_label=f"{PRICES_AS_OF}, rough",
-            option="--price",
-        ),
+        _size("tokens", "tokens", "D", money.tokens, most=None, **tokens),
+        _real("mfu", "assumed MFU", "u", money.mfu, most=1, plain=DEFAULT_MFU),
+        _real("price", "$ per GPU-hour", "price", money.price, **price),
     ]
 
 
@@ -412,15 +327,31 @@ def _choice(
         "choice",
         value,
         choices=tuple(zip(values, labels or values, strict=True)),
-        option=f"--{key}" if option is None else option,
+        option=_option(key) if option is None else option,
         plain=plain,
         words=words,
     )
 
 
 def _size(
+    key: str, label: str, symbol: str, value: int | None, stops: tuple[int, ...] = (), **more: Any
+) -> Control:
+    """Make a whole number of the command line; sliders stop at its value, too."""
+    stops = _with(stops, value) if stops else ()
+    return Control(key, label, "size", value, symbol, stops=stops, option=_option(key), **more)
+
+
+def _real(key: str, label: str, symbol: str, value: float | None, **more: Any) -> Control:
+    return Control(key, label, "real", value, symbol, option=_option(key), **more)
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _field(
     key: str, label: str, symbol: str, value: int | None, stops: tuple[int, ...], **more: Any
 ) -> Control:
-    return Control(
-        key, label, "size", value, symbol, stops=_with(stops, value), most=SIZE_LIMITS[key], **more
-    )
+    """Make a size of the model."""
+    stops = _with(stops, value)
+    return Control(key, label, "size", value, symbol, stops=stops, most=SIZE_LIMITS[key], **more)

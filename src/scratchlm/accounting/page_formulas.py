@@ -40,7 +40,7 @@ from scratchlm.accounting.projection import (
     TOKENS_OVERLAPPED,
     step_flops,
 )
-from scratchlm.accounting.ranks import RANK_SHARE, divided_sizes
+from scratchlm.accounting.ranks import DIVIDED, RANK_SHARE
 from scratchlm.accounting.roofline import GENERATED_ROWS, GENERATION_STEPS, roofline_parts
 from scratchlm.accounting.setup import OPTIMIZERS, PRECISIONS, SEQUENCE_SHARE, Setup
 from scratchlm.accounting.symbols import SYMBOLS, N, V, d
@@ -233,10 +233,10 @@ def _flops(kinds: dict[str, ModelConfig]) -> Iterator[tuple[str, Node]]:
 def _memory(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, dict[str, int]]:
     """Return the moments of a training step; the optimizer state is a choice inside them."""
     found = {}
+    states = tuple(optimizer_state(optimizer) for optimizer in OPTIMIZERS)
+    table.choose(states[0], states)
+    setup = Setup(optimizer=OPTIMIZERS[0])
     for kind, model in kinds.items():
-        states = tuple(optimizer_state(model, optimizer) for optimizer in OPTIMIZERS)
-        table.choose(states[0], states)
-        setup = Setup(optimizer=OPTIMIZERS[0])
         for how, execution in _executions():
             for accumulate, exchange in itertools.product((False, True), _EXCHANGES):
                 workload = replace(
@@ -267,7 +267,7 @@ def _projection(table: Formulas, kinds: dict[str, ModelConfig]) -> dict[str, Any
         "flops": flops,
         "seconds": table.named(SECONDS),
         **{name: table.node(node) for name, node in nodes.items()},
-        "divided": {kind: list(divided_sizes(model)) for kind, model in kinds.items()},
+        "divided": list(DIVIDED),
         "gpu_counts": GPU_COUNTS,
         "node": NODE,
         "network": NETWORK,

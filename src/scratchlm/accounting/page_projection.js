@@ -51,15 +51,15 @@ function projectionOf(env, choices) {
 }
 
 // The most GPUs of a node that divide what tensor parallelism divides.
-function widestCut(sizes, choices) {
-  const divided = DATA.projection.divided[choices.ffn];
+function widestCut(sizes) {
+  const { divided } = DATA.projection;
   return [8n, 4n, 2n, 1n].find((n) => n <= BigInt(DATA.projection.node) &&
     divided.every((name) => sizes[name] % n === 0n));
 }
 
 function plansOf(sizes, choices) {
   if (!hasLink(choices)) return [];
-  const cut = choices.tp > 1n ? choices.tp : widestCut(sizes, choices);
+  const cut = choices.tp > 1n ? choices.tp : widestCut(sizes);
   const room = read(DATA.machines[choices.gpu].memory);
   return DATA.projection.gpu_counts.map(BigInt).flatMap((G) => {
     const ways = [["zero1", 1n], ["fsdp", 1n]];

@@ -25,7 +25,7 @@ from scratchlm.accounting.flops import Execution, flops_tree
 from scratchlm.accounting.items import Item, Node, evaluate, group, leaf
 from scratchlm.accounting.machines import NODE, Machine, ring_rate
 from scratchlm.accounting.memory import memory_bindings
-from scratchlm.accounting.ranks import divided_sizes
+from scratchlm.accounting.ranks import DIVIDED
 from scratchlm.accounting.setup import Setup, bindings
 from scratchlm.accounting.symbols import (
     B,
@@ -225,5 +225,5 @@ def plans(
 def widest_cut(config: ModelConfig) -> int:
     """Return the most GPUs of a node that divide what tensor parallelism divides."""
     env = bindings(config, Setup())
-    sizes = [env[name] for name in divided_sizes(config)]
+    sizes = [env[name] for name in DIVIDED]
     return max(n for n in (1, 2, 4, NODE) if not any(size % n for size in sizes))

@@ -34,7 +34,6 @@ from scratchlm.accounting.symbols import (
     b_w,
     d_ff,
 )
-from scratchlm.config import ModelConfig
 
 # What one of G_t ranks has, at most; of a mixture it has a part of every expert.
 RANK_SHARE: dict[str, Expr] = {
@@ -43,14 +42,10 @@ RANK_SHARE: dict[str, Expr] = {
     "d_ff": ceil_div(d_ff, G_t),
     "V": ceil_div(V, G_t),
 }
+DIVIDED = {"H": "num_heads", "H_kv": "num_kv_heads"}  # what tensor parallelism must divide
 # The weights as ranks compute with them: what products alone read in the matmuls' dtype, and what
 # begins or multiplies the residual stream as it is stored.
 COMPUTE_COPY = b_a * (N_all - N_wide) + b_w * N_wide
-
-
-def divided_sizes(config: ModelConfig) -> dict[str, str]:
-    """Return what tensor parallelism must divide: symbol -> field."""
-    return {"H": "num_heads", "H_kv": "num_kv_heads"}
 
 
 def as_executed(setup: Setup) -> Setup:

@@ -28,6 +28,7 @@ PARALLEL = ("none", "zero1", "fsdp", "hsdp", "tp", "ddp")
 # Tokens of a sequence whose norms and residuals one of G_t ranks has: a part where that divides.
 SEQUENCE_SHARE: Expr = S / (1 + (G_t - 1) * (1 - least(1, G_t * ceil_div(S, G_t) - S)))
 # lengths nobody gave: a prompt of half the context, rounded down, and the rest to generate
+MAX_SIZE = 2**40  # of a length, a batch or a number of GPUs
 DEFAULT_LENGTHS: dict[str, Expr] = {
     "C": S - 1,
     "P": largest(1, ceil_div(S - 1, 2)),
@@ -159,8 +160,8 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def _count(name: str, value: int, least: int = 1, most: int = 2**40) -> None:
+def _count(name: str, value: int, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number; got {name}={value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must lie between {least} and {most}; got {name}={value}")
+    if not least <= value <= MAX_SIZE:
+        raise ValueError(f"{name} must lie between {least} and {MAX_SIZE}; got {name}={value}")

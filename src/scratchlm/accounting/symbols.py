@@ -67,7 +67,6 @@ SYMBOLS = {
     "t_t": "seconds of tensor-parallel communication in a step",
     "t_n": "seconds of communication between copies in a step (hsdp)",
     "F_peak": "FLOP/s of the machine, dense, in the matmuls' dtype",
-    "F_32": "FLOP/s of the machine in float32 matmuls",
     "M_bw": "bytes/s between the machine's memory and its cores",
     "u": "MFU: the fraction of F_peak a run reaches",
     "D": "tokens to train on",
@@ -83,7 +82,7 @@ N_tied, V_p, n_s = Sym("N_tied"), Sym("V_p"), Sym("n_s")
 r, N_lora = Sym("r"), Sym("N_lora")
 b_w, b_g, b_m, b_a = Sym("b_w"), Sym("b_g"), Sym("b_m"), Sym("b_a")
 b_r, b_c, b_s, b_kv = Sym("b_r"), Sym("b_c"), Sym("b_s"), Sym("b_kv")
-R, F_peak, F_32, M_bw = Sym("R"), Sym("F_peak"), Sym("F_32"), Sym("M_bw")
+R, F_peak, M_bw = Sym("R"), Sym("F_peak"), Sym("M_bw")
 u, G, D, G_d, G_t = Sym("u"), Sym("G"), Sym("D"), Sym("G_d"), Sym("G_t")
 W_d, W_t, X_d, X_t = Sym("W_d"), Sym("W_t"), Sym("X_d"), Sym("X_t")
 G_c, W_n, X_n, t_n = Sym("G_c"), Sym("W_n"), Sym("X_n"), Sym("t_n")

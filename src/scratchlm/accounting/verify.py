@@ -164,7 +164,7 @@ def on_this_gpu(config: ModelConfig, setup: Setup) -> Setup:
     return dataclasses.replace(setup, execution=execution)
 
 
-def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int:
+def measure_peak(config: ModelConfig, setup: Setup) -> int:
     """Run two training steps and return the most bytes that were allocated at once."""
     from scratchlm.accelerate import accelerate
 
@@ -175,7 +175,7 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
         ops = ops.replace(attention=OPS["reference"].attention)
     if setup.execution.loss == "unfused":
         without = ["chunked_lm_head_loss"]
-    with torch.device(device):
+    with torch.device("cuda"):
         model = accelerate(TransformerLM(config, ops=ops, dtype=low), without)
         ids = torch.zeros(int(env["B"]), int(env["S"]), dtype=torch.long)
     parts = {"block": "", "attention": "attn", "ffn": "ffn"}
@@ -186,7 +186,7 @@ def measure_peak(config: ModelConfig, setup: Setup, device: str = "cuda") -> int
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        with torch.autocast(device, torch.bfloat16, enabled=setup.precision == "bf16-mixed"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=setup.precision == "bf16-mixed"):
             loss = model.loss(ids, ids)
         loss.backward()
         optimizer.step()
@@ -231,10 +231,10 @@ def _matmul_rate(size: int, dtype: torch.dtype, device: str) -> float:
     return 2 * size**3 / _fastest(lambda: a @ b, device)
 
 
-def _fastest(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+def _fastest(run: Callable[[], object], device: str) -> float:
     """Return the seconds of the fastest of a few runs, after one to warm up."""
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         start = time.perf_counter()
         run()
         if device == "cuda":

@@ -74,16 +74,15 @@ def write_sharded(
     tensor is taken from rank 0. Arguments as of `write_checkpoint`.
     """
     directory = Path(directory)
-    held = (
-        {MODEL: model} if training_state is None else {MODEL: model, TRAINING_STATE: training_state}
-    )
+    held = {MODEL: model}
+    if training_state is not None:
+        held[TRAINING_STATE] = training_state
     if exchange.size == 1:
+        whole = {file: _assembled(directory, pieces) for file, pieces in held.items()}
         return write_checkpoint(
             directory,
-            model=_assembled(directory, model),
-            training_state=None
-            if training_state is None
-            else _assembled(directory, training_state),
+            model=whole[MODEL],
+            training_state=whole.get(TRAINING_STATE),
             config=config,
             tokenizer_file=tokenizer_file,
             tokenizer_config=tokenizer_config,

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-from scratchlm.cli.terminal import say, write_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from scratchlm.accounting import Machine, Setup, Summary
-    from scratchlm.config import ModelConfig
-
-DEFAULT_GPU = "h100-sxm"
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +66,7 @@ def account(
     ] = None,
     gpu: Annotated[
         str, typer.Option(help="A GPU by name, or `this` to measure this machine.")
-    ] = DEFAULT_GPU,
+    ] = "h100-sxm",
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
     parallel: Annotated[
         str, typer.Option(help="zero1, fsdp, hsdp, tp or ddp; none on several GPUs means zero1.")
@@ -123,6 +111,7 @@ def account(
 ) -> None:
     """Account for a model before it is run: parameters, FLOPs, memory, time and money."""
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
+    from scratchlm.cli import account_answers as answers
     from scratchlm.cli.account_models import (
         find_model,
         parse_count,
@@ -131,7 +120,7 @@ def account(
     )
 
     if legend:
-        _print_legend()
+        answers.print_legend()
         if not models:
             return
     if not models:
@@ -159,276 +148,44 @@ def account(
         execution=Execution(attention=attention, loss=loss, checkpointing=checkpointing),
         accumulate=accumulate,
         micro_batches=micro_batches,
-        parallel=_parallel(parallel, gpus),
+        parallel="zero1" if parallel == "none" and gpus > 1 else parallel,
         gpus=(tp or 1) if plans else gpus,
         tp=tp,
         quantize=quantize,
     )
     configs = {name: find_model(name) for name in models}
+    name, config = next(iter(configs.items()))
+    money = {
+        "tokens": parse_count(tokens) if tokens else None,
+        "mfu": mfu,
+        "price": price,
+        "link": None if link is None else link * 1e9,
+    }
+    output = "json" if json else "csv" if csv else "table"
+    asked = answers.Question(name, config, setup, convention, gpu, money, output, plot)
     if lora is not None:
         if verify or compare or sweep or fits or plans or csv or html or plot:
             raise ValueError("--lora shows one model, as a table or with --json")
-        _lora(*next(iter(configs.items())), setup, lora, targets, json)
+        answers.show_lora(asked, lora, targets)
         return
     if targets is not None:
         raise ValueError("--targets needs --lora")
-    money = {"tokens": parse_count(tokens) if tokens else None, "mfu": mfu, "price": price}
-    money["link"] = None if link is None else link * 1e9
-    output = "json" if json else "csv" if csv else "table"
-    name, config = next(iter(configs.items()))
     if html is not None:
         if verify or compare or sweep or fits or plans or quantize:
             raise ValueError(
                 "--html shows one model, not quantised; it excludes --compare, --sweep, --fits, "
                 "--plans, --verify and --quantize"
             )
-        _write_page(html, name, config, setup, convention, _machine(gpu), money)
+        answers.write_page(asked, html)
         if output == "table" and plot is None:
             return
     if verify:
-        _verify(config, setup)
+        answers.show_verified(asked)
     elif compare or sweep:
-        first, rows = _rows(configs, setup, sweep, convention, _machine(gpu))
-        _show_rows(first, rows, output, plot)
+        answers.show_rows(asked, configs, sweep)
     elif fits:
-        _fits(name, config, setup, fits, output)
+        answers.show_fits(asked, fits)
     elif plans:
-        _plans(name, config, setup, _machine(gpu), mfu, money["link"], output)
+        answers.show_plans(asked)
     else:
-        _show(name, config, setup, convention, _machine(gpu), money, output, plot, parallel)
-
-
-def _lora(
-    name: str, config: ModelConfig, setup: Setup, rank: int, targets: str | None, as_json: bool
-) -> None:
-    """Print what learning an adapter takes."""
-    import json
-
-    from scratchlm.accounting.lora import lora_memory
-    from scratchlm.cli import account_tables
-    from scratchlm.config.lora import LoRA
-
-    words = tuple(word.strip() for word in targets.split(",")) if targets else ()
-    found = lora_memory(config, LoRA(rank=rank, targets=words), setup)
-    if as_json:
-        table = {"parameters": found.parameters.as_dict(), "training": found.training.as_dict()}
-        say(json.dumps({**table, "moments": found.moments}, indent=2))
-        return
-    console = _console()
-    account_tables.print_header(console, name, config)
-    console.print()
-    account_tables.print_tree(console, f"Adapter of rank {rank}", found.parameters, "parameters")
-    size = f"batch {setup.batch}, {setup.context or config.context_length:,} tokens"
-    title = f"Memory of one GPU that learns it, {found.training.name} ({size}; {setup.precision})"
-    account_tables.print_tree(console, title, found.training, "bytes", depth=4)
-
-
-def _print_legend() -> None:
-    """Print every symbol and its meaning."""
-    from scratchlm.accounting import SYMBOLS
-
-    room = max(len(name) for name in SYMBOLS) + 2
-    for name, meaning in SYMBOLS.items():
-        lines = textwrap.wrap(meaning, 78 - room)
-        typer.echo(f"{name:<{room}}" + f"\n{'':<{room}}".join(lines))
-    typer.echo()
-
-
-def _parallel(parallel: str, gpus: int) -> str:
-    """Default to ZeRO-1 for several GPUs."""
-    return "zero1" if parallel == "none" and gpus > 1 else parallel
-
-
-def _machine(name: str) -> Machine:
-    from scratchlm.accounting import machine
-
-    if name != "this":
-        return machine(name)
-    from scratchlm.accounting.verify import measure_machine
-
-    return measure_machine()
-
-
-def _console() -> Console:
-    """Return a console; if not a terminal, wide enough for every column."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=160, highlight=False)
-
-
-def _show(
-    name: str,
-    config: ModelConfig,
-    setup: Setup,
-    convention: str,
-    machine: Machine,
-    money: dict[str, Any],
-    output: str,
-    plot: Path | None,
-    parallel: str,
-) -> None:
-    from scratchlm import accounting
-    from scratchlm.cli import account_output, account_parallel, account_tables
-
-    result = accounting.account(config, setup, machine=machine, convention=convention, **money)
-    if plot is not None:
-        account_output.plot_account(name, result, convention, plot)
-    if output == "json":
-        say(account_output.account_json(result))
-    elif output == "csv":
-        write_output(account_output.account_csv(result))
-    else:
-        console = _console()
-        account_tables.print_header(console, name, config)
-        console.print()
-        account_tables.print_parameters(console, result.parameters)
-        account_tables.print_flops(console, result, convention)
-        learns = setup.phase in ("forward", "training")
-        if learns:
-            account_tables.print_training_memory(console, result)
-        account_tables.print_serving_memory(console, result)
-        if result.roofline is not None:
-            account_tables.print_roofline(console, result.roofline)
-        if learns and setup.gpus > 1:
-            account_parallel.print_projection(console, result, parallel)
-        if result.training is not None and learns:
-            account_tables.print_training(console, result.training)
-    if plot is not None:
-        say(f"wrote {plot}", err=True)
-
-
-def _plans(
-    name: str,
-    config: ModelConfig,
-    setup: Setup,
-    machine: Machine,
-    mfu: float,
-    link: float | None,
-    output: str,
-) -> None:
-    """Print what each number of GPUs comes to, plan by plan."""
-    from scratchlm import accounting
-    from scratchlm.cli import account_parallel, account_tables
-
-    found = accounting.plans(config, setup, machine, mfu, link)
-    if output != "table":
-        say(account_parallel.plans_text(found, as_json=output == "json"))
-        return
-    console = _console()
-    account_tables.print_header(console, name, config)
-    console.print()
-    account_parallel.print_plans(console, found, machine)
-
-
-def _write_page(
-    path: Path,
-    name: str,
-    config: ModelConfig,
-    setup: Setup,
-    convention: str,
-    machine: Machine,
-    money: dict[str, Any],
-) -> None:
-    from scratchlm import accounting
-    from scratchlm.accounting.page import account_page
-    from scratchlm.durable import write_atomically
-
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"a page must end in .html; got {path}")
-    # validate: the page must not open with settings that the tables refuse
-    accounting.account(config, setup, machine=machine, convention=convention, **money)
-    page = account_page(name, config, setup, machine=machine, convention=convention, **money)
-    write_atomically(path, page.encode())
-    say(f"wrote {path}", err=True)
-
-
-def _rows(
-    configs: dict[str, ModelConfig],
-    setup: Setup,
-    sweep: str | None,
-    convention: str,
-    machine: Machine,
-) -> tuple[str, list[Summary]]:
-    from scratchlm import accounting
-
-    if sweep is None:
-        rows = [
-            accounting.summarize(name, config, setup, convention, machine)
-            for name, config in configs.items()
-        ]
-        return "model", rows
-    if len(configs) > 1:
-        raise ValueError("--sweep takes one model; got several")
-    field, values = accounting.parse_sweep(sweep)
-    config = next(iter(configs.values()))
-    return field, accounting.sweep(config, setup, field, values, convention, machine)
-
-
-def _show_rows(first: str, rows: list[Summary], output: str, plot: Path | None) -> None:
-    from scratchlm.cli import account_output, account_tables
-
-    if plot is not None:
-        account_output.plot_summaries(first, rows, plot)
-    if output == "json":
-        say(account_output.summaries_json(rows))
-    elif output == "csv":
-        write_output(account_output.summaries_csv(first, rows))
-    else:
-        title = "Models side by side" if first == "model" else f"Sweep of {first}"
-        account_tables.print_summaries(_console(), title, first, rows)
-    if plot is not None:
-        say(f"wrote {plot}", err=True)
-
-
-def _fits(name: str, config: ModelConfig, setup: Setup, memory: str, output: str) -> None:
-    import json
-
-    from scratchlm import accounting
-    from scratchlm.cli import account_tables
-    from scratchlm.cli.account_models import parse_bytes
-    from scratchlm.config import to_dict
-
-    budget = parse_bytes(memory)
-    answers = {
-        "training": accounting.fits(config, setup, budget),
-        "serving": accounting.fits(config, setup, budget, serving=True),
-    }
-    if output == "json":
-        table = {
-            kind: {
-                **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
-                "model": None if found.model is None else to_dict(found.model),
-            }
-            for kind, found in answers.items()
-        }
-        say(json.dumps(table, indent=2))
-        return
-    if output == "csv":
-        say("kind,memory,needed,batch,context,parameters")
-        for kind, f in answers.items():
-            say(f"{kind},{f.memory},{f.needed},{f.batch},{f.context},{f.parameters}")
-        return
-    console = _console()
-    account_tables.print_header(console, name, config)
-    console.print()
-    account_tables.print_fits(console, answers)
-
-
-def _verify(config: ModelConfig, setup: Setup) -> None:
-    """Print every comparison; exit 1 where one does not hold."""
-    import torch
-
-    from scratchlm import acceleration
-    from scratchlm.errors import ScratchLMError
-
-    if not acceleration.is_available():
-        raise ScratchLMError("--verify needs scratchlm.accelerate, which is not there")
-    from scratchlm.accounting.verify import CANNOT_SEE, verify
-    from scratchlm.cli import account_tables
-
-    console = _console()
-    checks = verify(config, setup)
-    account_tables.print_checks(console, checks, CANNOT_SEE, torch.cuda.is_available())
-    if not all(check.holds for check in checks):
-        raise typer.Exit(1)
+        answers.show(asked, parallel)

@@ -65,18 +65,18 @@ def _print_collectives(console: Console, found: Projection, setup: Setup) -> Non
     )
     for group in found.sent.children:
         rate = _rate(group, found)
-        table.add_row(*_line(group, group.name, "", "", wide), *_figures("", group, rate))
+        table.add_row(*_line(group.name, "", "", wide), *_figures("", group, rate))
         for item in group.children:
             made = next(c for c in found.collectives if c.name == item.name)
             name = f"  {item.name}\n    {made.kind}, {made.count:,} ×"
-            line = _line(item, name, item.symbols if wide else made.formula, item.numbers, wide)
+            line = _line(name, item.symbols if wide else made.formula, item.numbers, wide)
             table.add_row(*line, *_figures(human(made.bytes, "bytes"), item, rate))
     console.print(table)
     ring = "sent: (R − 1) / R of the payload, of an all-reduce twice that"
     _print_notes(console, [f"{ring}; R: the ranks of the ring"])
 
 
-def _line(item: Item, name: str, symbols: str, numbers: str, wide: bool) -> list[str]:
+def _line(name: str, symbols: str, numbers: str, wide: bool) -> list[str]:
     return [name, symbols, *([numbers] if wide else [])]
 
 
@@ -96,10 +96,10 @@ def _print_step(console: Console, found: Projection) -> None:
     parts = [part for part in found.step.children if part.value]
     together = dataclasses.replace(found.step, symbols=APART.symbols())
     for item in (*parts, together, found.overlapped):
-        row = _line(item, item.name, item.symbols, item.numbers, wide)
+        row = _line(item.name, item.symbols, item.numbers, wide)
         table.add_row(*row, human(item.value, "s"), style="" if item in parts else "bold")
     for item in (found.tokens, found.tokens_overlapped):
-        row = _line(item, f"tokens/s, {item.name}", item.symbols, item.numbers, wide)
+        row = _line(f"tokens/s, {item.name}", item.symbols, item.numbers, wide)
         table.add_row(*row, f"{item.value:,.0f}", style="bold")
     console.print(table)
     _print_notes(console, [f"{found.share:.1%} of it communication where nothing overlaps"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,8 @@ def draw_attention(weights: list[Any], *, narrow: bool = False) -> bytes:
     """
     from matplotlib.figure import Figure
 
+    from scratchlm.training.plots import png
+
     heads = len(weights[0])
     columns = min(heads, 4) if narrow else heads
     rows = len(weights) * -(-heads // columns)
@@ -71,6 +72,4 @@ def draw_attention(weights: list[Any], *, narrow: bool = False) -> bytes:
                 axes.set_title(f"head {head}", **label)
             if head == 0 and not narrow:
                 axes.set_ylabel(f"layer {layer}", **label)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 import tempfile
@@ -216,7 +215,7 @@ def draw_curves(
     """Draw both losses, and their difference below; return a PNG."""
     from matplotlib.figure import Figure
 
-    from scratchlm.training.plots import COLOURS, GREY
+    from scratchlm.training.plots import COLOURS, GREY, png, style_axes
 
     figure = Figure(figsize=(9, 5.6), dpi=110, layout="constrained")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -224,7 +223,6 @@ def draw_curves(
     top.plot(numbers, [s.loss for s in ours], color=GREY, lw=3.2, alpha=0.55, label="definitions")
     top.plot(numbers, [s.loss for s in yours], color=COLOURS[1], lw=1.3, label="yours")
     top.axhline(floor, color="#111827", ls="--", lw=1.1, label=f"entropy floor {floor:.3f}")
-    top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
     apart = [abs(a.loss - b.loss) for a, b in zip(ours, yours, strict=True)]
     if any(apart):
@@ -236,12 +234,7 @@ def draw_curves(
     if first is not None:
         for axes in (top, below):
             axes.axvline(first.step, color=COLOURS[3], lw=1.0, ls=":")
-    below.set_ylabel("difference")
-    below.set_xlabel("step")
+    style_axes(top, "", "loss (nats per token)")
+    style_axes(below, "step", "difference")
     below.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (top, below):
-        axes.grid(alpha=0.25, lw=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)

@@ -1,13 +1,16 @@
-"""Which checkpoint of a run a command takes: one rule for all of them, said where it is used."""
+"""Which checkpoint of a run a command takes, and how one is made of a model that was loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scratchlm.cli.terminal import say
+
+if TYPE_CHECKING:
+    from scratchlm.inference import Loaded
 
 CheckpointOption = Annotated[
     str | None,
@@ -34,3 +37,18 @@ def say_checkpoint(run: str | Path, chosen: Path) -> None:
     if best == step != last:
         text += f" on held-out data (--checkpoint last: step {last:,})"
     say(text, err=True)
+
+
+def write_loaded(out: Path, loaded: Loaded, metadata: dict[str, Any]) -> None:
+    """Write a loaded model as a checkpoint, with its tokenizer and its chat template."""
+    from scratchlm.checkpoint import write_checkpoint
+
+    template = loaded.chat_template
+    write_checkpoint(
+        out,
+        model=loaded.model.state_dict(),
+        config=loaded.config,
+        tokenizer_file=loaded.tokenizer_file,
+        tokenizer_config=None if template is None else template.to_bytes(),
+        metadata={**metadata, "eos_token_ids": list(loaded.eos_ids)},
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -189,6 +188,8 @@ def write_plot(path: Path, found: Sequence[OfModel]) -> None:
     """Draw the main figure of every task, with its interval, models side by side."""
     from matplotlib.figure import Figure
 
+    from scratchlm.training.plots import png
+
     groups: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
     for place, result in enumerate(found[0].results):
         name = _DRAWN.get(result.kind, next(iter(result.metrics)))
@@ -205,9 +206,7 @@ def write_plot(path: Path, found: Sequence[OfModel]) -> None:
     figure.axes[0].legend(
         frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, png(figure))
 
 
 def _draw(

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scratchlm.cli.terminal import say
-from scratchlm.cli.train import bytes_of_ids, choose_device
+from scratchlm.cli.device import choose_device
+from scratchlm.cli.terminal import warn
+from scratchlm.cli.training_figures import bytes_of_ids
 from scratchlm.cli.training_setup import is_prepared, is_token_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import Estimate, Evaluator, Result, Task, ratio_interval, read_task
@@ -110,7 +111,7 @@ def load(name: str, device: str, accelerate: bool, checkpoint: str | None) -> Lo
         device=choose_device(device),
         accelerate=accelerate,
         checkpoint=checkpoint,
-        warn=lambda text: say(f"warning: {text}", err=True),
+        warn=warn,
     )
 
 

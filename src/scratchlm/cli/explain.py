@@ -48,7 +48,7 @@ def explain(
     from scratchlm.accelerate import accelerate
     from scratchlm.accelerate import explain as explain_model
     from scratchlm.cli.account_models import find_model, stored_format
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.model import TransformerLM
     from scratchlm.quantization.convert import make_room
     from scratchlm.quantization.rule import choose

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from scratchlm.parallel.ranks import Ranks
+    from scratchlm.cli.training_run import Figures
+    from scratchlm.cli.tuning_setup import TuneArgs
     from scratchlm.training import Plan
     from scratchlm.training.choosing import Machine
-    from scratchlm.training.loop import Sampler
 
 
 def register(app: typer.Typer) -> None:
@@ -107,10 +105,10 @@ def finetune(
     With --task, data are texts with labels, or questions with contexts and answers; `predict` uses
     such a model.
     """
-    from scratchlm.cli.train import join, rank_settings, set_by_option
+    from scratchlm.cli.train import set_by_option
+    from scratchlm.cli.training_run import RunArgs, run
     from scratchlm.cli.training_setup import absolute_tasks
     from scratchlm.cli.tuning_setup import TuneArgs
-    from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
     from scratchlm.training.settings import parse_overrides
 
     overrides = parse_overrides(changes or [])
@@ -139,74 +137,20 @@ def finetune(
         val_fraction=val_fraction,
         overrides=table,
     )
-    if gpus is not None and launched_rank() is None:
-        shared = rank_settings(out, {"train": table}).backend == "gloo"
-        raise typer.Exit(relaunch(gpus, without_gpus(sys.argv[1:]), shared=shared))
-    with contextlib.ExitStack() as stack:
-        ranks = None
-        if launched_rank() is not None:
-            ranks = stack.enter_context(join(out, {"train": table}, device))
-        status = _finetune(args, resume, device, tensorboard, ranks)
-    if status:
-        raise typer.Exit(status)
+    asked = RunArgs("finetune", out, resume, device, gpus, tensorboard, table, table)
+    run(asked, lambda machine: _plan(args, machine), _figures)
 
 
-def _finetune(args: Any, resume: bool, device: str, tensorboard: bool, ranks: Ranks | None) -> int:
-    from scratchlm.cli.task_setup import head_figures
-    from scratchlm.cli.train import (
-        carry_out,
-        choose_device,
-        look_at_machine,
-        plan_for_all,
-        say_progress,
-    )
-    from scratchlm.cli.training_checks import check_place, leaving_nothing, name_unused
-    from scratchlm.cli.training_console import TensorBoard
-    from scratchlm.training.checks import check_overrides
-
-    if tensorboard:
-        TensorBoard.require()
-    where = choose_device(device) if ranks is None else ranks.device
-
-    def make() -> tuple[Machine, Plan]:
-        check_place(args.out, resume)
-        check_overrides(args.overrides, where.type, ranks)
-        machine = look_at_machine(where)
-        plan = _plan(args, machine)
-        name_unused(args.overrides, plan, ranks, say_progress)
-        return machine, plan
-
-    is_first = ranks is None or ranks.is_first
-    with leaving_nothing(args.out) if is_first else contextlib.nullcontext():
-        machine, plan = plan_for_all(args.out, make, ranks)
-        has_head = plan.tuning is not None and plan.tuning.head is not None
-        return carry_out(
-            "finetune",
-            args.out,
-            plan,
-            machine,
-            resume=resume,
-            device=where,
-            ops="fast",
-            sample=None if has_head else _sampler(plan),
-            run_tasks=head_figures(plan) if has_head else None,
-            bytes_per_id=None,
-            tensorboard=tensorboard and is_first,
-            ranks=ranks,
-        )
-
-
-def _plan(args: Any, machine: Machine) -> Plan:
+def _plan(args: TuneArgs, machine: Machine) -> Plan:
     """Make the plan of a run, or read that of the one that was begun."""
-    from scratchlm.cli.task_setup import make_task_plan
-    from scratchlm.cli.train import say_progress
+    from scratchlm.cli.training_run import say_progress
     from scratchlm.cli.training_setup import TrainArgs, continue_plan
     from scratchlm.cli.tuning_setup import check_same_tuning, make_tuning_plan
     from scratchlm.training import has_run, read_plan
 
     if has_run(args.out):
         check_same_tuning(args, read_plan(args.out))
-        own = [path for path in (args.data, args.val) if path is not None]
+        own = [str(path) for path in (args.data, args.val) if path is not None]
         again = TrainArgs(
             data=own,
             out=args.out,
@@ -214,32 +158,15 @@ def _plan(args: Any, machine: Machine) -> Plan:
             overrides={"train": args.overrides},
         )
         return continue_plan(again, machine, say_progress)
-    make = make_tuning_plan if args.task is None else make_task_plan
-    return make(args, machine, say_progress)
+    return make_tuning_plan(args, machine, say_progress)
 
 
-def _sampler(plan: Plan, length: int = 60) -> Sampler:
-    """Return what answers the first held-out prompt: the same for the same weights."""
-    from scratchlm.data.examples import read_examples
-    from scratchlm.inference import GREEDY, generate
-    from scratchlm.tokenizer import load_tokenizer
+def _figures(plan: Plan) -> Figures:
+    """Return what a run shows at every evaluation: answers and tasks, or how a head does."""
+    from scratchlm.cli.task_setup import head_figures
+    from scratchlm.cli.training_figures import make_answerer, make_task_runner
+    from scratchlm.cli.training_run import Figures
 
-    assert plan.data.tokenizer is not None
-    tokenizer = load_tokenizer(plan.data.tokenizer)
-    ids, learns = read_examples(plan.data.val or plan.data.train)[0]
-    prompt = ids[: max(1, int(learns.argmax()))].tolist()
-    prompt = prompt[-(plan.model.context_length // 2) :]
-
-    def sample(model: Any, step: int) -> list[str]:
-        found = generate(
-            model,
-            [prompt],
-            tokenizer=tokenizer,
-            max_new_tokens=min(length, plan.model.context_length - len(prompt)),
-            sampling=GREEDY,
-            seed=step,  # of several ranks the first one answers
-            eos_ids=set(ids[learns.nonzero()[0][-1:]].tolist()),
-        )
-        return [tokenizer.decode(prompt) + found[0].text]
-
-    return sample
+    if plan.tuning is not None and plan.tuning.head is not None:
+        return Figures(run_tasks=head_figures(plan))
+    return Figures(make_answerer(plan), run_tasks=make_task_runner(plan))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say, visible, write_output
+from scratchlm.cli.terminal import say, visible, warn, write_output
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def generate(
             **common,
         )
     for warning in warned:
-        say(f"warning: {warning.message}", err=True)
+        warn(warning.message)
     if num_samples == 1 and not as_json:
         _print_as_it_comes(text, pieces)
     else:
@@ -348,16 +348,13 @@ def load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate
     """Load a model as the options say; warnings go to stderr."""
     import torch
 
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.inference import load_model
 
     kinds = {"stored": None, "float32": torch.float32}
     kinds |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise ValueError(f"--dtype must be one of {', '.join(kinds)}; got {dtype!r}")
-
-    def warn(message: str) -> None:
-        say(f"warning: {message}", err=True)
 
     loaded = load_model(
         model,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say, tell
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint, write_loaded
+from scratchlm.cli.terminal import tell, warn
+from scratchlm.durable import check_is_new
 from scratchlm.interop.keys import FAMILIES
 
 if TYPE_CHECKING:
@@ -75,10 +76,8 @@ def import_(
     name. Quantised weights are dequantised. Pickled weights (.bin, .pt) are never opened.
     """
     from scratchlm.checkpoint import write_checkpoint
-    from scratchlm.errors import ScratchLMError
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ScratchLMError(f"{out} exists already and is not overwritten")
+    check_is_new(out)
     found = _open_gguf(source) if _is_gguf(source) else _open_hf(source)
     model, template = found.model, found.chat_template
     stream = model.tensors(dtype=_torch_dtype(dtype), allow_nonfinite=allow_nonfinite)
@@ -327,34 +326,25 @@ def merge(
     dtype: _DTypeOption = None,
 ) -> None:
     """Put an adapter into its base model's weights, and write that as one model."""
-    from scratchlm.checkpoint import is_checkpoint, read_manifest, write_checkpoint
+    from scratchlm.checkpoint import is_checkpoint, read_manifest
     from scratchlm.errors import ScratchLMError
     from scratchlm.inference import load_model
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ScratchLMError(f"{out} exists already and is not overwritten")
+    check_is_new(out)
     loaded = load_model(
         model,
         accelerate=False,
         dtype=_torch_dtype(dtype),
         checkpoint=checkpoint,
         adapter=adapter,
-        warn=lambda text: say(f"warning: {text}", err=True),
+        warn=warn,
     )
     source = loaded.source
     known = read_manifest(source)["metadata"] if is_checkpoint(source) else {}
     if adapter is None and "adapter" not in known:
         raise ScratchLMError(f"{model} holds a whole model; --adapter names what to put into it")
     say_checkpoint(model, source)
-    template = loaded.chat_template
-    write_checkpoint(
-        out,
-        model=loaded.model.state_dict(),
-        config=loaded.config,
-        tokenizer_file=loaded.tokenizer_file,
-        tokenizer_config=None if template is None else template.to_bytes(),
-        metadata={"merged": str(adapter or source), "eos_token_ids": list(loaded.eos_ids)},
-    )
+    write_loaded(out, loaded, {"merged": str(adapter or source)})
     shapes = {name: tuple(tensor.shape) for name, tensor in loaded.model.state_dict().items()}
     tell(f"{out}: {_size(shapes)} parameters, the adapter in its weights")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say
+from scratchlm.cli.terminal import say, warn
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import listed, shown
 
@@ -43,7 +43,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Lines.")] = False,
 ) -> None:
     """Classify texts or find answers; where records hold the truth, say how many are right."""
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.inference.heads import load_head
 
     asked = _records(data, text, question, context)
@@ -52,7 +52,7 @@ def predict(
         device=choose_device(device),
         accelerate=accelerate,
         checkpoint=checkpoint,
-        warn=lambda message: say(f"warning: {message}", err=True),
+        warn=warn,
     )
     _check_kind(loaded.head.kind, texts=bool(text), question=question is not None)
     lines, right = (_classes if loaded.head.kind == "classification" else _answers)(loaded, asked)

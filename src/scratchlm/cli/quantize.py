@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say, tell
+from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint, write_loaded
+from scratchlm.cli.terminal import tell, warn
+from scratchlm.durable import check_is_new
 from scratchlm.quantization.rule import TARGETS, check_target
 
 if TYPE_CHECKING:
@@ -39,33 +40,22 @@ def quantize(
     """
     import torch
 
-    from scratchlm.checkpoint import write_checkpoint
-    from scratchlm.errors import ScratchLMError
     from scratchlm.inference import load_model
     from scratchlm.quantization.rule import choose
 
     check_target(to)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ScratchLMError(f"{out} exists already and is not overwritten")
+    check_is_new(out)
     loaded = load_model(
         model,
         dtype=torch.float32,
         accelerate=False,
         checkpoint=checkpoint,
         quantize=to,
-        warn=lambda text: say(f"warning: {text}", err=True),
+        warn=warn,
     )
     say_checkpoint(model, loaded.source)
-    choices, template = choose(loaded.config, to), loaded.chat_template
-    write_checkpoint(
-        out,
-        model=loaded.model.state_dict(),
-        config=loaded.config,
-        tokenizer_file=loaded.tokenizer_file,
-        tokenizer_config=None if template is None else template.to_bytes(),
-        metadata={"quantization": to, "eos_token_ids": list(loaded.eos_ids)},
-    )
-    _say_rule(choices)
+    write_loaded(out, loaded, {"quantization": to})
+    _say_rule(choose(loaded.config, to))
     note = "with its tokenizer" if loaded.tokenizer_file else "no tokenizer.json there"
     tell(f"{out}: {to}, {note}")
 

@@ -33,6 +33,11 @@ def say(text: object = "", *, err: bool = False) -> None:
         write_output(f"{text}\n")
 
 
+def warn(message: object) -> None:
+    """Print a warning."""
+    say(f"warning: {message}", err=True)
+
+
 def tell(text: str) -> None:
     """Print a result that is a sentence, not data: on a terminal it breaks between words."""
     say(fit_terminal(text, sys.stdout))

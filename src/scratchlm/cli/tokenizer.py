@@ -16,7 +16,7 @@ from scratchlm.cli.terminal import say, write_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scratchlm.tokenizer import CharTokenizer, Tokenizer
+    from scratchlm.tokenizer.files import AnyTokenizer
     from scratchlm.tokenizer.training import Progress
 
 TokenizerPath = Annotated[
@@ -76,7 +76,7 @@ def train(
 
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a directory; {out} is a file")
-    tokenizer: Tokenizer | CharTokenizer
+    tokenizer: AnyTokenizer
     if char:
         if vocab_size is not None:
             raise ValueError("--char takes every character there is; leave --vocab-size out")
@@ -219,7 +219,7 @@ def _cells(text: str) -> int:
     return cell_len(text)
 
 
-def _load(path: Path) -> Tokenizer | CharTokenizer:
+def _load(path: Path) -> AnyTokenizer:
     from scratchlm.tokenizer import load_tokenizer
 
     return load_tokenizer(path)

@@ -37,7 +37,7 @@ from scratchlm.training.settings import CHANGEABLE, TrainConfig, merge, parse_co
 from scratchlm.untrusted import read_toml
 
 if TYPE_CHECKING:
-    from scratchlm.tokenizer import CharTokenizer, Tokenizer
+    from scratchlm.tokenizer.files import AnyTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 VAL_FRACTION, TEXT_FIELD = 0.1, "text"
@@ -291,7 +291,7 @@ def _found_separator(sources: list[Source], say: Say) -> str | None:
 
 def _tokenizer(
     args: TrainArgs, sources: list[Source], size: int, machine: Machine, say: Say
-) -> Tokenizer | CharTokenizer:
+) -> AnyTokenizer:
     """Load the tokenizer that was named, or learn one from the text."""
     from scratchlm.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
     from scratchlm.tokenizer.training import read_text

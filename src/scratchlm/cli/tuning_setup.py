@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scratchlm.accounting import count_parameters
 from scratchlm.checkpoint import is_checkpoint, read_manifest
 from scratchlm.cli.starting import LR_FACTOR, StartModel, start_model
-from scratchlm.cli.train import epochs
 from scratchlm.config import ModelConfig
 from scratchlm.config.lora import LoRA
-from scratchlm.data.conversations import Encoder, Example, default_template
+from scratchlm.data.conversations import AnyTokenizer, Encoder, Example, default_template
 from scratchlm.data.examples import (
     Examples,
     Rows,
@@ -28,15 +27,13 @@ from scratchlm.data.records import read_records
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.evaluation import read_task
+from scratchlm.tokenizer import load_tokenizer
 from scratchlm.tokenizer.chat_template import CONFIG, ChatTemplate
 from scratchlm.training.choosing import Machine
-from scratchlm.training.plan import DataFiles, Plan
+from scratchlm.training.plan import DataFiles, Plan, epochs
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.tuning import Tuning, check_tuning
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
-
-if TYPE_CHECKING:
-    from scratchlm.tokenizer import CharTokenizer, Tokenizer
 
 EPOCHS, ROWS, VAL_FRACTION = 3, 16, 0.05
 PACKED_ROW = 1024  # tokens of a row that several examples share, if the model's context allows it
@@ -84,31 +81,43 @@ class TuneArgs:
 
 def make_tuning_plan(args: TuneArgs, machine: Machine, say: Say) -> Plan:
     """Make the plan of a new run; the records are encoded on the way."""
+    from scratchlm.cli.task_setup import check_task, task_reader
+
     if args.model is None or args.data is None:
         raise ValueError("what to fine-tune, and on what? give MODEL and DATA")
     if args.val is not None and args.val_fraction is not None:
         raise ValueError("--val names the held-out records: --val-fraction has no effect beside it")
     if args.epochs is not None and "steps" in args.overrides:
         raise ValueError("--epochs and the number of steps say the same: give one of them")
+    if args.task is not None:
+        check_task(args)
     tuning = args.tuning()
     TrainConfig.check(args.overrides)
     started = start_model(args.model, {})
-    longest = row_tokens(args, started.config)
-    encoder, template = _encoder(started, args.data)
-    train, val = split(
-        args, lambda path: list(encoder.records(path, longest, tuning.preference is not None))
-    )
+    longest = TrainConfig(row_length=args.overrides.get("row_length")).row_tokens(started.config)
+    tokenizer, template = load_tokenizer(started.source), None
+    if args.task is not None:
+        head, read = task_reader(args.task, args.data, tokenizer, longest)
+        tuning = Tuning(packed=False, head=head)
+    else:
+        encoder, template = _encoder(started, tokenizer, args.data)
+        is_pair = tuning.preference is not None
+
+        def read(path: Path) -> list[list[Example]]:
+            return list(encoder.records(path, longest, is_pair))
+
+    train, val = split(args, read)
     examples = gather_examples(train, started.fingerprint)
-    settings = tuning_settings(args, tuning, started.config, examples, machine)
+    settings = _settings(args, tuning, started.config, examples, machine)
     check_tuning(tuning, settings, started.config)
     for path in settings.task_files:
         read_task(path)
-    files = write_data(args.out, started, encoder.tokenizer, template, examples, val)
+    files = _write_data(args.out, started, tokenizer, template, examples, val)
     learnt = sum(sum(example.learns) for example in train)
-    say(
-        f"data: {len(train):,} examples of {len(examples.ids):,} tokens, {learnt:,} of them learnt"
-        f"; {len(val):,} held out"
-    )
+    what = f" of {len(examples.ids):,} tokens, {learnt:,} of them learnt"
+    if tuning.head is not None:
+        what = f", labels {', '.join(tuning.head.labels[:8])}" if tuning.head.labels else ""
+    say(f"data: {len(train):,} examples{what}; {len(val):,} held out")
     return Plan(started.config, settings, files, start=started.source, tuning=tuning)
 
 
@@ -158,11 +167,10 @@ def _same_epochs(args: TuneArgs, plan: Plan) -> bool:
     return max(1, round(args.epochs * steps / epochs(plan))) == steps
 
 
-def _encoder(started: StartModel, data: Path) -> tuple[Encoder, ChatTemplate | None]:
+def _encoder(
+    started: StartModel, tokenizer: AnyTokenizer, data: Path
+) -> tuple[Encoder, ChatTemplate | None]:
     """Return what encodes records, and the template that the run is to keep."""
-    from scratchlm.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(started.source)
     eos_id = _end_of_text(started.source, tokenizer)
     own = ChatTemplate.from_directory(started.source)
     template = own or default_template(tokenizer, eos_id)
@@ -174,7 +182,7 @@ def _is_chat(record: Mapping[str, Any]) -> bool:
     return any(isinstance(record.get(name), list) for name in ("messages", "chosen"))
 
 
-def _end_of_text(source: Path, tokenizer: Tokenizer | CharTokenizer) -> int:
+def _end_of_text(source: Path, tokenizer: AnyTokenizer) -> int:
     """Return the token that ends a text of the model's."""
     from scratchlm.inference.prompts import default_eos_ids
     from scratchlm.interop import read_hf
@@ -189,11 +197,6 @@ def _end_of_text(source: Path, tokenizer: Tokenizer | CharTokenizer) -> int:
     if found is None:
         raise ScratchLMError(f"{source}: the model has no token that ends a text")
     return found
-
-
-def row_tokens(args: TuneArgs, model: ModelConfig) -> int:
-    """Return the most tokens of a row, before anything is read."""
-    return TrainConfig(row_length=args.overrides.get("row_length")).row_tokens(model)
 
 
 def split(
@@ -231,10 +234,10 @@ def _hold_out(
     return train, [one for index, one in enumerate(records) if index in chosen]
 
 
-def write_data(
+def _write_data(
     out: Path,
     started: StartModel,
-    tokenizer: Tokenizer | CharTokenizer,
+    tokenizer: AnyTokenizer,
     template: ChatTemplate | None,
     train: Examples,
     val: list[Example],
@@ -258,7 +261,7 @@ def write_data(
     return DataFiles(folder / "train.examples", held_out, copy)
 
 
-def tuning_settings(
+def _settings(
     args: TuneArgs, tuning: Tuning, model: ModelConfig, examples: Examples, machine: Machine
 ) -> TrainConfig:
     """Choose rows, steps and learning rate; what was asked for comes first.

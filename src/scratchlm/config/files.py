@@ -29,7 +29,7 @@ from scratchlm.config.parts import (
     SwiGLU,
     YarnScaling,
 )
-from scratchlm.errors import ScratchLMError, did_you_mean
+from scratchlm.errors import ScratchLMError, check_keys
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json, read_toml
 
 # The values of a table's `type`, for each field that holds a table.
@@ -132,10 +132,7 @@ _T = TypeVar("_T")
 
 def _build(cls: type[_T], values: dict[str, Any], prefix: str) -> _T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = [key for key in values if key not in fields]
-    if unknown:
-        names = ", ".join(f"{prefix}{key}" for key in unknown)
-        raise ValueError(f"unknown config key: {names}{did_you_mean(unknown[0], fields)}")
+    check_keys(values, fields, prefix)
     missing = [
         prefix + name
         for name, field in fields.items()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from scratchlm.errors import check_keys
+
 HEADS = ("classification", "qa")
 
 
@@ -37,7 +39,5 @@ class TaskHead:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict) or not isinstance(values.get("labels", []), list):
             raise TypeError("a head must be a table with kind and labels")
-        unknown = sorted(values.keys() - {"kind", "labels"})
-        if unknown:
-            raise ValueError(f"unknown config key: head.{unknown[0]}")
+        check_keys(values, ("kind", "labels"), "head.")
         return cls(values.get("kind", ""), tuple(values.get("labels", ())))

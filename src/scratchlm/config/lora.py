@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
+from scratchlm.errors import check_keys
+
 MAX_RANK = 65_536  # wider than any layer it could be of use to
 
 
@@ -62,7 +64,5 @@ class LoRA:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict):
             raise TypeError(f"lora must be a table; got {type(values).__name__}")
-        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown config key: lora.{unknown[0]}")
+        check_keys(values, [field.name for field in fields(cls)], "lora.")
         return cls(**{**values, "targets": tuple(values.get("targets", ()))})

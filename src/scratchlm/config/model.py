@@ -21,7 +21,7 @@ from scratchlm.config.parts import (
     check_number,
     check_size,
 )
-from scratchlm.errors import did_you_mean
+from scratchlm.errors import check_keys
 
 # Default of a field that is derived from others: None as an argument, a size once constructed.
 _DERIVED: Any = None
@@ -135,9 +135,5 @@ class ModelConfig:
             )
         elif "positions" in changes:
             changes.setdefault("rope_theta", 10_000.0)
-        known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(changes.keys() - set(known))
-        if unknown:
-            near = did_you_mean(unknown[0], known)
-            raise ValueError(f"unknown config key: {', '.join(unknown)}{near}")
+        check_keys(changes, [f.name for f in dataclasses.fields(self)])
         return dataclasses.replace(self, **changes)

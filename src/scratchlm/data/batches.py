@@ -24,9 +24,11 @@ from 0, so that attention can be kept within equal numbers; no target is lost by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import itemgetter
+from typing import Self
 
 import numpy as np
 import torch
@@ -54,26 +56,22 @@ class Batch:
         """Count the targets that are not ignored."""
         return int((self.targets != IGNORE_INDEX).sum())
 
-    def cut(self, rows: int) -> Iterator[Batch]:
+    def cut(self, rows: int) -> Iterator[Self]:
         """Cut into pieces of at most `rows` rows."""
         for start in range(0, len(self.inputs), rows):
-            piece = slice(start, start + rows)
-            documents = None if self.document_ids is None else self.document_ids[piece]
-            yield Batch(self.inputs[piece], self.targets[piece], documents)
+            yield self._each(itemgetter(slice(start, start + rows)))
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Copy to a device."""
-        document_ids = self.document_ids
-        if document_ids is not None:
-            document_ids = document_ids.to(device, non_blocking=non_blocking)
-        return Batch(
-            self.inputs.to(device, non_blocking=non_blocking),
-            self.targets.to(device, non_blocking=non_blocking),
-            document_ids,
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Change every tensor, those of a subclass too."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: change(v) for k, v in tensors.items() if v is not None})
 
 
-class _Windows:
+class Windows:
     """The ring of transitions of one token file, cut into rows."""
 
     def __init__(
@@ -81,10 +79,11 @@ class _Windows:
         tokens: TokenFile,
         context_length: int,
         batch_size: int,
-        rank: int,
-        world_size: int,
-        document_ids: bool,
-        pin_memory: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        document_ids: bool = False,
+        pin_memory: bool = False,
     ) -> None:
         for name, value in (("context_length", context_length), ("batch_size", batch_size)):
             if value < 1:
@@ -177,7 +176,7 @@ class _Windows:
         return tensor.pin_memory() if self.pin_memory else tensor
 
 
-class Batches(_Windows):
+class Batches(Windows):
     """Training batches: shuffled windows, epoch after epoch, indefinitely.
 
     `batch_size` counts the rows of all ranks together.
@@ -196,7 +195,13 @@ class Batches(_Windows):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(
-            tokens, context_length, batch_size, rank, world_size, document_ids, pin_memory
+            tokens,
+            context_length,
+            batch_size,
+            rank,
+            world_size,
+            document_ids=document_ids,
+            pin_memory=pin_memory,
         )
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be in 0 … 2^64−1; got {seed}")
@@ -224,12 +229,15 @@ class Batches(_Windows):
         starts, num_valid = np.empty_like(index), np.empty_like(index)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             in_epoch = epochs == epoch
-            order = self._order(epoch, int(positions[in_epoch][0]), int(positions[in_epoch][-1]))
-            offset = derive_key(self.seed, epoch, _OFFSET) % self.num_transitions
-            first = order * self.context_length
-            starts[in_epoch] = (first + offset) % self.num_transitions
-            num_valid[in_epoch] = self.num_transitions - first
+            starts[in_epoch], num_valid[in_epoch] = self.rows_of(epoch, positions[in_epoch])
         return self.read_windows(starts, num_valid)
+
+    def rows_of(self, epoch: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the rows at successive positions of an epoch start, and their lengths."""
+        order = self._order(epoch, int(positions[0]), int(positions[-1]))
+        offset = derive_key(self.seed, epoch, _OFFSET) % self.num_transitions
+        first = order * self.context_length
+        return (first + offset) % self.num_transitions, self.num_transitions - first
 
     def iterate(
         self, start_step: int = 0, stop_step: int | None = None, *, depth: int = 4
@@ -238,41 +246,29 @@ class Batches(_Windows):
         return prefetch(self.batch, start_step, stop_step, depth)
 
 
-class ValidationBatches(_Windows):
+class ValidationBatches(Windows):
     """The whole file once, in order, every target once, always the same.
 
     Every batch has the full shape; the last one is padded with rows whose targets are all ignored.
     Sum the losses and divide by the number of targets: a mean of batch means is not the mean.
     """
 
-    def __init__(
-        self,
-        tokens: TokenFile,
-        context_length: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        document_ids: bool = False,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            tokens, context_length, batch_size, rank, world_size, document_ids, pin_memory
-        )
-
     def __len__(self) -> int:
         return -(-self.num_windows // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's rows of batch number `step`."""
+        """Return this rank's rows of batch number `step`; rows past the last are padding."""
         if step >= len(self):
             raise IndexError(f"step must be below {len(self)}; got {step}")
         index = self.rank_rows(step)
-        first = index * self.context_length
         padding = index >= self.num_windows
-        starts = np.where(padding, 0, first)
-        num_valid = np.where(padding, 0, self.num_transitions - first)
-        return self.read_windows(starts, num_valid)
+        starts, num_valid = self.rows_at(np.where(padding, 0, index))
+        return self.read_windows(starts, np.where(padding, 0, num_valid))
+
+    def rows_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where these rows of the file start, and their lengths."""
+        first = index * self.context_length
+        return first, self.num_transitions - first
 
     def __iter__(self) -> Iterator[Batch]:
         return prefetch(self.batch, 0, len(self), 4)

@@ -16,12 +16,11 @@ from typing import Any
 from scratchlm.data.records import check_messages, check_text, form_of, read_records
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer.bpe import Tokenizer
-from scratchlm.tokenizer.characters import CharTokenizer
 from scratchlm.tokenizer.chat_encoding import encode_rendered, guard
 from scratchlm.tokenizer.chat_template import ChatTemplate
+from scratchlm.tokenizer.files import AnyTokenizer
 from scratchlm.untrusted import shown
 
-AnyTokenizer = Tokenizer | CharTokenizer
 Span = tuple[int, int]
 
 # For models that came without a template: by the markers their tokenizer has.

@@ -13,9 +13,11 @@ pure function of (seed, step), each once an epoch. In validation every id is a t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from scratchlm.data.batches import Batch, Batches, ValidationBatches
+from scratchlm.data.batches import Batches, ValidationBatches, Windows
 from scratchlm.data.permutation import derive_key, permute
 from scratchlm.data.token_file import TokenFile
 from scratchlm.errors import ScratchLMError
@@ -44,65 +46,31 @@ def find_documents(tokens: TokenFile, longest: int) -> tuple[np.ndarray, np.ndar
     return np.roll(ends, 1), lengths
 
 
-class DocumentBatches(Batches):
+class _Documents(Windows):
+    """The documents of one token file, one to a row; arguments as of the other base class."""
+
+    def __init__(self, tokens: TokenFile, context_length: int, *args: Any, **options: Any) -> None:
+        super().__init__(tokens, context_length, *args, **options)
+        self._starts, self._lengths = find_documents(tokens, context_length)
+        self.num_windows = len(self._starts)
+
+
+class DocumentBatches(_Documents, Batches):
     """Training batches of whole documents, epoch after epoch; arguments as for `Batches`."""
 
-    def __init__(
-        self,
-        tokens: TokenFile,
-        context_length: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            tokens, context_length, batch_size, seed, rank, world_size, pin_memory=pin_memory
-        )
-        self._starts, self._lengths = find_documents(tokens, context_length)
-        self.num_windows = len(self._starts)
-
-    def batch(self, step: int) -> Batch:
-        """Return this rank's rows of the batch at `step`."""
-        index = self.rank_rows(step)
-        epochs, positions = index // self.num_windows, index % self.num_windows
-        chosen, skip_end = np.empty_like(index), np.empty_like(index)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            in_epoch = epochs == epoch
-            key = derive_key(self.seed, epoch, _ORDER)
-            chosen[in_epoch] = permute(positions[in_epoch], self.num_windows, key)
-            coins = permute(chosen[in_epoch], self.num_windows, derive_key(key, _COIN))
-            skip_end[in_epoch] = (coins % 2 == 1) & (self._lengths[chosen[in_epoch]] > 1)
+    def rows_of(self, epoch: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the documents at these positions of an epoch start, and their lengths."""
+        key = derive_key(self.seed, epoch, _ORDER)
+        chosen = permute(positions, self.num_windows, key)
+        coins = permute(chosen, self.num_windows, derive_key(key, _COIN))
+        skip_end = (coins % 2 == 1) & (self._lengths[chosen] > 1)
         starts = (self._starts[chosen] + skip_end) % len(self.tokens)
-        return self.read_windows(starts, self._lengths[chosen] - skip_end)
+        return starts, self._lengths[chosen] - skip_end
 
 
-class DocumentValidationBatches(ValidationBatches):
+class DocumentValidationBatches(_Documents, ValidationBatches):
     """Every document of a file once, in order; arguments as for `ValidationBatches`."""
 
-    def __init__(
-        self,
-        tokens: TokenFile,
-        context_length: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            tokens, context_length, batch_size, rank, world_size, pin_memory=pin_memory
-        )
-        self._starts, self._lengths = find_documents(tokens, context_length)
-        self.num_windows = len(self._starts)
-
-    def batch(self, step: int) -> Batch:
-        """Return this rank's rows of batch number `step`; rows past the last are padding."""
-        if step >= len(self):
-            raise IndexError(f"step must be below {len(self)}; got {step}")
-        index = self.rank_rows(step)
-        padding = index >= self.num_windows
-        chosen = np.where(padding, 0, index)
-        return self.read_windows(self._starts[chosen], np.where(padding, 0, self._lengths[chosen]))
+    def rows_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where these documents start, and their lengths."""
+        return self._starts[index], self._lengths[index]

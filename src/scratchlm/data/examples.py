@@ -178,14 +178,17 @@ class Rows:
 
     def read(self, chosen: Iterable[int | None]) -> Batch:
         """Return these rows; None gives one of padding."""
-        picked = list(chosen)
-        shape = (len(picked), self.row_length)
+        return self.lay_out([[] if row is None else self.rows[row] for row in chosen])
+
+    def lay_out(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Return rows of these examples."""
+        shape = (len(rows), self.row_length)
         inputs = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int64)
-        for at, row in enumerate(picked):
+        for at, row in enumerate(rows):
             start = 0
-            for number, index in enumerate([] if row is None else self.rows[row]):
+            for number, index in enumerate(row):
                 ids, learns = self.examples[index]
                 end = start + len(ids) - 1
                 inputs[at, start:end] = ids[:-1]

@@ -19,8 +19,6 @@ from scratchlm.data.records import check_text, read_records
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer.task_inputs import question_ids, text_ids
 
-Encode = Callable[[Mapping[str, Any]], Example]
-
 
 def find_labels(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Return the labels that occur in a file, sorted."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -249,16 +249,13 @@ class TokenFile:
                 f"{self.info.vocab_size}: the file has changed or is damaged"
             )
 
-    def validate(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def validate(self) -> None:
         """Read everything once: size, every id below the vocabulary's size, and the CRC-32."""
         self._check_size()
-        crc = done = 0
+        crc = 0
         for ids in self.chunks():
             self.check_ids(ids)
             crc = zlib.crc32(ids.data, crc)
-            done += len(ids)
-            if progress is not None:
-                progress(done, len(self))
         if crc != self.info.crc32:
             raise ScratchLMError(
                 f"{self.path}: CRC-32 is {crc:08x}, the sidecar says {self.info.crc32:08x}: "

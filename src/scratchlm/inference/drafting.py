@@ -19,7 +19,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.inference.device_sampling import Settings, choose, draw, probabilities, to_device
 from scratchlm.inference.plain_runner import PlainRunner
 from scratchlm.inference.sampling import uniform
-from scratchlm.inference.scheduler import Plan, Request
+from scratchlm.inference.step_plan import Plan, Request
 from scratchlm.model import TransformerLM
 from scratchlm.paged import LAST, PagedCache, Runner, Step
 

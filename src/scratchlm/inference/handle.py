@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scratchlm.inference.rows import Generation, Piece
-from scratchlm.inference.scheduler import Request
+from scratchlm.inference.step_plan import Request
 
 if TYPE_CHECKING:
     from scratchlm.inference.engine import Engine

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from scratchlm.tokenizer import CharTokenizer, Tokenizer
+from scratchlm.tokenizer.bpe import Tokenizer
+from scratchlm.tokenizer.files import AnyTokenizer
 
-AnyTokenizer = Tokenizer | CharTokenizer
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 END_OF_TEXT = "<|endoftext|>"

@@ -12,8 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from scratchlm.inference.drafting import Drafted, Drafter
-from scratchlm.inference.scheduler import Plan, Request
 from scratchlm.inference.speculation import DraftLength, Lookup, Speculate
+from scratchlm.inference.step_plan import Plan, Request
 from scratchlm.paged import Runner
 
 

@@ -31,7 +31,7 @@ from scratchlm.inference.sampling import AS_IS
 
 if TYPE_CHECKING:
     from scratchlm.inference.engine import Engine
-    from scratchlm.inference.scheduler import Request
+    from scratchlm.inference.step_plan import Request
 
 Scoring = list[tuple[int, "Request", int]]  # which of the logits, whose, of which target
 Ids = Sequence[int]

@@ -15,8 +15,8 @@ from torch import Tensor
 from scratchlm.inference.device_sampling import Chooser, ChooserAhead, to_device
 from scratchlm.inference.drafting import Drafted
 from scratchlm.inference.sampling import uniform
-from scratchlm.inference.scheduler import Plan, Request
 from scratchlm.inference.speculation import rejection_sample
+from scratchlm.inference.step_plan import Plan, Request
 
 
 def choosers(plan: Plan) -> list[Chooser]:

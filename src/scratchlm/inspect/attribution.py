@@ -79,10 +79,10 @@ def attribute(
 
 @torch.no_grad()
 def share_terms(
-    cache: Cache, part: str, token: int, against: int | None = None, position: int | None = None
+    cache: Cache, part: str, token: int, against: int | None = None
 ) -> Float[Tensor, "batch d_model"]:
     """Return one part's share channel by channel: W[token, c] · g[c] · s · part[c]."""
-    vectors, direction, _ = _vectors(cache, token, against, position)
+    vectors, direction, _ = _vectors(cache, token, against, None)
     if part not in vectors:
         raise ValueError(
             f"no part with channels is called {part!r}; there are {', '.join(vectors)}"

@@ -101,9 +101,6 @@ class _Header:
     def wrong(self, rule: str) -> ScratchLMError:
         return ScratchLMError(f"{self.path}: {rule}")
 
-    def cut_short(self, what: str) -> ScratchLMError:
-        return self.wrong(f"cut short: {what} are claimed at {self.at:,} of {self.size:,}")
-
     def take(self, count: int) -> bytes:
         if count > self.size - self.at:
             raise self.wrong(

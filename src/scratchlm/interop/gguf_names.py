@@ -7,8 +7,8 @@ keys in their architecture's order, so they are read as they are.
 
 from __future__ import annotations
 
-from scratchlm.interop.keys import Family, Key, Table
-from scratchlm.interop.links import ones, third_of_rows
+from scratchlm.interop.keys import NORMS_OF_ONES, Family, Key, Table
+from scratchlm.interop.links import third_of_rows
 
 ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = "blk.{i}"
@@ -34,11 +34,6 @@ _NORMS: Table = (
     *_with_bias("layers.{i}.ln1", f"{_BLOCK}.attn_norm"),
     *_with_bias("layers.{i}.ln2", f"{_BLOCK}.ffn_norm"),
     *_with_bias("ln_final", "output_norm"),
-)
-_NORMS_OF_ONES: Table = (
-    Key("layers.{i}.ln1.weight", "", ones),
-    Key("layers.{i}.ln2.weight", "", ones),
-    Key("ln_final.weight", "", ones),
 )
 _DENSE: Table = (
     *_with_bias("layers.{i}.ffn.w1", f"{_BLOCK}.ffn_gate"),
@@ -79,7 +74,7 @@ GGUF_FAMILIES: dict[str, Family] = {
     "qwen2": _family("qwen2", _PLAIN, "Qwen2, Qwen2.5"),
     "qwen3": _family("qwen3", _PLAIN, "Qwen3"),
     "qwen3_moe": _family("qwen3moe", _SPARSE, "Qwen3-MoE"),
-    "olmo": _family("olmo", _OUTSIDE + _ATTENTION + _NORMS_OF_ONES + _DENSE, "OLMo (not OLMo 2)"),
+    "olmo": _family("olmo", _OUTSIDE + _ATTENTION + NORMS_OF_ONES + _DENSE, "OLMo (not OLMo 2)"),
     "gpt2": _family("gpt2", _OUTSIDE + _NORMS + _GPT2, "GPT-2"),
 }
 ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in GGUF_FAMILIES.values()))

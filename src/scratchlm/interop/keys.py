@@ -59,7 +59,7 @@ _NORMS: Table = (
     Key("layers.{i}.ln2.weight", "model.layers.{i}.post_attention_layernorm.weight"),
     Key("ln_final.weight", "model.norm.weight"),
 )
-_NORMS_OF_ONES: Table = (
+NORMS_OF_ONES: Table = (
     Key("layers.{i}.ln1.weight", "", ones),
     Key("layers.{i}.ln2.weight", "", ones),
     Key("ln_final.weight", "", ones),
@@ -155,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         (_TRUNK + _NORMS + _QWEN_EXPERTS, _TRUNK + _NORMS + _FUSED_EXPERTS),
         "Qwen3-MoE with every layer sparse, one tensor per expert or fused",
     ),
-    "olmo": Family("OlmoForCausalLM", (_TRUNK + _NORMS_OF_ONES + _DENSE,), "OLMo (not OLMo 2)"),
+    "olmo": Family("OlmoForCausalLM", (_TRUNK + NORMS_OF_ONES + _DENSE,), "OLMo (not OLMo 2)"),
     "gpt2": Family(
         "GPT2LMHeadModel",
         (_gpt2("transformer."), _gpt2("")),

@@ -189,9 +189,9 @@ def _check_stored(
         raise ScratchLMError(f"{where}: weights must be {words}: {_first(odd)}")
 
 
-def _first(problems: list[str], limit: int = 4) -> str:
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(problems[:limit]) + more
+def _first(problems: list[str]) -> str:
+    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+    return "; ".join(problems[:4]) + more
 
 
 def links_by_their_name(plan: Plan) -> Iterator[tuple[str, list[Link]]]:

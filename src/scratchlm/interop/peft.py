@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
 from scratchlm.config.lora import LoRA
-from scratchlm.durable import whole_directory, write_file
+from scratchlm.durable import check_is_new, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.keys import FAMILIES
@@ -256,8 +256,7 @@ def write_peft(
 ) -> Path:
     """Write an adapter where PEFT finds it; `base` is the base model's name or path."""
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ScratchLMError(f"{directory} exists already and is not overwritten")
+    check_is_new(directory)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}

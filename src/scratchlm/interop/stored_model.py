@@ -55,7 +55,6 @@ class StoredModel:
         self,
         *,
         dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
         allow_nonfinite: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (our name, tensor); only the tensor at hand is read, in `dtype` if given.
@@ -63,11 +62,11 @@ class StoredModel:
         What can stay in the file's pages does (`mapped`); the file must stay as it is then, too.
         """
         self.check()
-        mapped = self.mapped(dtype) if torch.device(device).type == "cpu" else {}
+        mapped = self.mapped(dtype)
         for name, shape in self.plan.shapes.items():
             out = mapped.pop(name, None)
             if out is None:
-                out = torch.empty(shape, dtype=dtype or self.stored_dtype(name), device=device)
+                out = torch.empty(shape, dtype=dtype or self.stored_dtype(name))
                 self.fill(name, out, allow_nonfinite)
             elif not allow_nonfinite:
                 self._check_finite(name, out)
@@ -92,13 +91,7 @@ class StoredModel:
                 found[name] = view
         return found
 
-    def load_into(
-        self,
-        state: Mapping[str, Tensor],
-        *,
-        mapped: Collection[str] = (),
-        allow_nonfinite: bool = False,
-    ) -> None:
+    def load_into(self, state: Mapping[str, Tensor], *, mapped: Collection[str] = ()) -> None:
         """Fill tensors that exist already (a model's state dict), in their dtype and place.
 
         `mapped`: names of those that are the file's pages already; their values are checked.
@@ -119,10 +112,10 @@ class StoredModel:
 
         def fill(name: str) -> None:
             with torch.no_grad():
-                if name not in mapped:
-                    self.fill(name, state[name].detach(), allow_nonfinite)
-                elif not allow_nonfinite:
+                if name in mapped:
                     self._check_finite(name, state[name])
+                else:
+                    self.fill(name, state[name].detach())
 
         with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
             try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scratchlm.config import ModelConfig, Rotary
 from scratchlm.config.heads import TaskHead
-from scratchlm.durable import whole_directory, write_file
+from scratchlm.durable import check_is_new, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.heads import family_with, head_words
 from scratchlm.interop.hf_config import to_hf_config
@@ -88,8 +88,7 @@ def write_hf(
             **(chat_template or {}),
         }
     source = Path(tokenizer_file) if tokenizer_file is not None else None
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ScratchLMError(f"{directory} exists already and is not overwritten")
+    check_is_new(directory)
     with whole_directory(directory) as beside:
         _write_weights(beside, outs, tensors, config, max_shard_bytes)
         for name, content in files.items():

@@ -54,11 +54,6 @@ class KVCache:
             return self._row_lengths
         return torch.full((self.batch_size,), self.length, device=self.keys.device)
 
-    @property
-    def row_lengths(self) -> Int[Tensor, " batch"] | None:
-        """The same, or None while all rows hold `length` tokens: asks nothing of the device."""
-        return self._row_lengths
-
     def reset(self) -> None:
         """Forget everything; the memory stays."""
         self.length, self._row_lengths = 0, None

@@ -63,10 +63,6 @@ class Format:
             return row_bytes - 4
         return row_bytes // self.block_bytes * self.block_size
 
-    def bits_per_weight(self, d_in: int = 256) -> float:
-        """Return the bits a weight takes in rows of `d_in`, scales included."""
-        return 8 * self.bytes_per_row(d_in) / d_in
-
 
 def quantize(
     weight: Float[Tensor, "rows d_in"], format: str | Format

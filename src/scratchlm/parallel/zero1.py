@@ -62,7 +62,6 @@ class Zero1:
         *,
         low: frozenset[str] = frozenset(),
         whole: frozenset[str] = frozenset(),
-        bucket: int = BUCKET,
     ) -> None:
         """Share the parameters out.
 
@@ -78,8 +77,7 @@ class Zero1:
             name: torch.bfloat16 if name in low else p.dtype for name, p in parameters.items()
         }
         self.buckets = [
-            self._bucket(names, dtypes[names[0]], whole)
-            for names in _by_bucket(parameters, dtypes, bucket)
+            self._bucket(names, dtypes[names[0]], whole) for names in _by_bucket(parameters, dtypes)
         ]
         self.owned = {rows.name: rows for b in self.buckets for rows in b.shares[self.rank]}
         for name, rows in self.owned.items():
@@ -271,13 +269,13 @@ def _present(grad: Tensor | None) -> Tensor:
 
 
 def _by_bucket(
-    parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype], size: int
+    parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]
 ) -> Iterable[list[str]]:
     """Lay parameters together, last first, in buckets of one dtype and about this many elements."""
     open_: dict[torch.dtype, list[str]] = {}
     for name in reversed(parameters):
         names = open_.setdefault(dtypes[name], [])
         names.append(name)
-        if sum(parameters[each].numel() for each in names) >= size:
+        if sum(parameters[each].numel() for each in names) >= BUCKET:
             yield open_.pop(dtypes[name])
     yield from open_.values()

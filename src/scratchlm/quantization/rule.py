@@ -141,10 +141,10 @@ def _more_bits(name: str, config: ModelConfig) -> bool:
     return at_an_end or (layer - eighth) % 3 == 2
 
 
-def stored_bytes(choices: list[Choice], wide: int = 4) -> int:
-    """Return the bytes of all tensors, with `wide` of them for a number that is not quantised."""
+def stored_bytes(choices: list[Choice]) -> int:
+    """Return the bytes of all tensors, those that are not quantised in float32."""
     return sum(
-        prod(choice.stored_shape) * (wide if choice.format is None else 1) for choice in choices
+        prod(choice.stored_shape) * (4 if choice.format is None else 1) for choice in choices
     )
 
 

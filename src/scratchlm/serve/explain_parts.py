@@ -14,7 +14,6 @@ from scratchlm.serve import look_inside
 from scratchlm.serve.explanation import (
     REFERENCE,
     Explanation,
-    check_index,
     largest,
     logit_terms,
     norm_part,
@@ -22,7 +21,7 @@ from scratchlm.serve.explanation import (
     source,
     sum_text,
 )
-from scratchlm.serve.subject import Ids, Subject
+from scratchlm.serve.subject import Ids, Subject, check_index
 
 _ATTRIBUTION = "inspect/attribution.py"
 

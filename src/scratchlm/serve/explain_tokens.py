@@ -17,7 +17,6 @@ from scratchlm.inspect import inspect
 from scratchlm.serve.explanation import (
     REFERENCE,
     Explanation,
-    check_index,
     check_token,
     largest,
     logit_terms,
@@ -29,7 +28,7 @@ from scratchlm.serve.explanation import (
 )
 from scratchlm.serve.look_inside import Scaling, apply_edits, edited_logits
 from scratchlm.serve.look_tokens import apply_filters, settings_of
-from scratchlm.serve.subject import Ids, Subject
+from scratchlm.serve.subject import Ids, Subject, check_index
 
 Edits = Sequence[Scaling]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scratchlm.inspect import Look, inspect
 from scratchlm.model import LayerNorm, RMSNorm
-from scratchlm.serve.subject import Ids, Subject
+from scratchlm.serve.subject import Ids, Subject, check_index
 
 Explanation = dict[str, Any]
 Part = list[Any]
@@ -147,9 +147,3 @@ def quoted(subject: Subject, token: int) -> str:
 def check_token(token: int, vocab: int) -> None:
     """Refuse a token the vocabulary does not have."""
     check_index("token", token, vocab)
-
-
-def check_index(name: str, value: int, size: int) -> None:
-    """Refuse a place that is not there."""
-    if not 0 <= value < size:
-        raise ValueError(f"{name} must lie in [0, {size}); got {value}")

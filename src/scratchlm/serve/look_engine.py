@@ -70,10 +70,10 @@ def cost(model: TransformerLM, at: int, num_prompt: int, machine: str) -> dict[s
     }
 
 
-def cache(engine: Engine, ids: Sequence[int], salt: str = "") -> dict[str, Any]:
+def cache(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     """Return the pool page by page, and which pages already hold the beginning of these ids."""
     pool, scheduler = engine.pool, engine.scheduler
-    found = pool.find(page_keys(ids, scheduler.page_size, salt))
+    found = pool.find(page_keys(ids, scheduler.page_size))
     pages = pool.pages()
     memory, shared = engine.cache, set(found)
     counts = dict.fromkeys(("shared", "many", "held", "kept", "free"), 0)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scratchlm.inspect import PARTS, Look, head_scores, inspect
-from scratchlm.serve.subject import Ids, Subject
+from scratchlm.serve.subject import Ids, Subject, check_index
 
 THUMBNAIL = 40  # pixels of a head's picture, at most
 _CELLS = 1 << 26  # attention weights that are held at once
@@ -78,7 +78,7 @@ def _scores(subject: Subject) -> dict[str, list[list[float]]]:
 @torch.no_grad()
 def attention(subject: Subject, ids: Ids, layer: int, head: int, query: int) -> dict[str, Any]:
     """Return one head's weights: all of them as pixels, those of one token as numbers."""
-    _index("query", query, len(ids))
+    check_index("query", query, len(ids))
     name = f"layers.{layer}.attn.weights"
     with inspect(subject.model) as look:
         look.keep(name, heads=head)
@@ -93,7 +93,7 @@ def lens(
 ) -> dict[str, Any]:
     """Return the likeliest tokens after the embedding and after each layer, by position."""
     stop = len(ids) if stop is None else min(stop, len(ids))
-    _index("start", start, stop)
+    check_index("start", start, stop)
     with inspect(subject.model) as look:
         look.keep(["embed", "layers.*.out"], positions=range(start, stop))
         subject.model(subject.row(ids))
@@ -216,7 +216,7 @@ def patch(
     points = patched_points(ids, other, what)
     vocab = subject.model.config.vocab_size
     for one in (token, *([] if against is None else [against])):
-        _index("token", one, vocab)
+        check_index("token", one, vocab)
 
     def metric(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, " batch"]:
         last = logits[:, -1].double()
@@ -269,8 +269,3 @@ def experts(subject: Subject, ids: Ids) -> dict[str, Any]:
                 }
             )
     return {"layers": layers}
-
-
-def _index(name: str, value: int, size: int) -> None:
-    if not 0 <= value < size:
-        raise ValueError(f"{name} must lie in [0, {size}); got {value}")

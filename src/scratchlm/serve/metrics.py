@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,22 +22,21 @@ FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Histogram:
-    """Counts of values up to each bound."""
+    """Counts of times up to each of `SECONDS`."""
 
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += times
+        self.counts[bisect_left(SECONDS, value)] += times
         self.total += value * times
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """Write it out; counts are of values up to a bound, so they add up."""
         so_far = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             so_far += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {so_far}'
         yield f"{name}_sum{{{labels}}} {self.total}"

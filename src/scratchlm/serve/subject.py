@@ -22,6 +22,12 @@ from scratchlm.model import TransformerLM
 Ids = Sequence[int]
 
 
+def check_index(name: str, value: int, size: int) -> None:
+    """Refuse a place that is not there."""
+    if not 0 <= value < size:
+        raise ValueError(f"{name} must lie in [0, {size}); got {value}")
+
+
 @dataclass
 class Subject:
     """A model with its tokenizer; one view at a time runs it."""

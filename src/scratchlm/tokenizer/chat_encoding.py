@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scratchlm.tokenizer.bpe import Tokenizer
-from scratchlm.tokenizer.characters import CharTokenizer
 from scratchlm.tokenizer.chat_template import ChatTemplate
+from scratchlm.tokenizer.files import AnyTokenizer
 from scratchlm.tokenizer.specials import split_at_specials
 
-AnyTokenizer = Tokenizer | CharTokenizer
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 

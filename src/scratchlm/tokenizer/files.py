@@ -34,12 +34,15 @@ _TIKTOKEN_PATTERNS = {
 }
 
 
+AnyTokenizer = Tokenizer | CharTokenizer
+
+
 def load_tokenizer(
     path: str | Path,
     *,
     pattern: str | None = None,
     special_tokens: Sequence[str] | Mapping[str, int] | None = None,
-) -> Tokenizer | CharTokenizer:
+) -> AnyTokenizer:
     """Load a tokenizer from a directory or a file of one of the kinds above.
 
     `pattern` and `special_tokens` are for files that do not hold them (`merges.txt`, `.tiktoken`).

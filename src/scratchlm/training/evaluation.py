@@ -118,3 +118,28 @@ def evaluate(
         raise ValueError("there is nothing to evaluate on: no targets")
     batches_found = tuple(zip(per_batch, counts, sizes, strict=True))
     return Evaluation(total / targets, round(targets), round(num_bytes) or None, batches_found)
+
+
+@torch.no_grad()
+def evaluate_mean(
+    loss: Callable[[Any, Batch], Tensor],
+    model: Any,
+    batches: Iterable[Batch],
+    *,
+    max_batches: int = 0,
+    bytes_per_id: Tensor | None = None,
+    autocast: contextlib.AbstractContextManager[Any] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Measure a loss that is the mean over a batch's targets; arguments as of `evaluate`."""
+    device = next(model.parameters()).device
+    sums, counts = [], []
+    for batch in islice(batches, max_batches or None):
+        if should_stop():
+            return None
+        with contextlib.nullcontext() if autocast is None else autocast:
+            sums.append(batch.num_targets() * float(loss(model, batch.to(device))))
+        counts.append(batch.num_targets())
+    if not counts:
+        raise ValueError("there is nothing to evaluate on: no examples")
+    return Evaluation(math.fsum(sums) / sum(counts), sum(counts))

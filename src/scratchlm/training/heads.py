@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +14,10 @@ from torch import Tensor
 from scratchlm.config import ModelConfig
 from scratchlm.config.heads import TaskHead
 from scratchlm.data.batches import IGNORE_INDEX, Batch
-from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation
+from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation, Rows
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import QuestionAnswering, SequenceClassifier
 from scratchlm.ops import Ops
-from scratchlm.training.evaluation import Evaluation
-from scratchlm.training.learner import Learner
 
 STEP = 32  # rows are padded to a multiple of it: few shapes, little padding
 
@@ -63,72 +59,45 @@ class HeadBatch(Batch):
         """Count the rows: the loss is their mean."""
         return len(self.inputs)
 
-    def cut(self, rows: int) -> Iterator[Batch]:
-        """Cut into pieces of at most `rows` rows."""
-        assert self.mask is not None
-        for start in range(0, len(self.inputs), rows):
-            piece = slice(start, start + rows)
-            yield HeadBatch(self.inputs[piece], self.targets[piece], None, self.mask[piece])
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Copy to a device."""
-        assert self.mask is not None
-        parts = (
-            part.to(device, non_blocking=non_blocking)
-            for part in (self.inputs, self.targets, self.mask)
-        )
-        inputs, targets, mask = parts
-        return HeadBatch(inputs, targets, None, mask)
+class _HeadRows(Rows):
+    """Rows of one example each, for a head; arguments as of the other base class."""
+
+    def __init__(self, examples: Examples, *args: Any, head: TaskHead, **options: Any) -> None:
+        super().__init__(examples, *args, packed=False, **options)
+        self.head = head
+
+    def read(self, chosen: Iterable[int | None]) -> HeadBatch:
+        """Return these rows; there is none of padding."""
+        rows, targets = [], []
+        for index in chosen:
+            if index is None:
+                continue
+            ids, marked = self.examples[index]
+            if self.head.kind == "classification":
+                rows.append(ids[:-1])
+                targets.append(ids[-1])
+            else:
+                rows.append(ids)
+                ends = np.flatnonzero(marked)
+                targets.append((ends[0], ends[-1]) if len(ends) else (IGNORE_INDEX, IGNORE_INDEX))
+        longest = max(map(len, rows))
+        width = max(longest, min(self.row_length, -(-longest // STEP) * STEP))
+        inputs = np.zeros((len(rows), width), dtype=np.int64)
+        mask = np.zeros((len(rows), width), dtype=bool)
+        for at, row in enumerate(rows):
+            inputs[at, : len(row)], mask[at, : len(row)] = row, True
+        wanted = np.array(targets, dtype=np.int64)
+        tensors = [torch.from_numpy(array) for array in (inputs, wanted, mask)]
+        return HeadBatch(tensors[0], tensors[1], None, tensors[2])
 
 
-class HeadBatches(ExampleBatches):
+class HeadBatches(_HeadRows, ExampleBatches):
     """Training batches of one example to a row."""
 
-    def __init__(self, examples: Examples, *args: Any, head: TaskHead, **options: Any) -> None:
-        super().__init__(examples, *args, packed=False, **options)
-        self.head = head
 
-    def read(self, chosen: Iterable[int | None]) -> Batch:
-        """Return these rows."""
-        return _read(self.examples, chosen, self.head, self.row_length)
-
-
-class HeadValidation(ExampleValidation):
+class HeadValidation(_HeadRows, ExampleValidation):
     """Every example once, in order."""
-
-    def __init__(self, examples: Examples, *args: Any, head: TaskHead, **options: Any) -> None:
-        super().__init__(examples, *args, packed=False, **options)
-        self.head = head
-
-    def read(self, chosen: Iterable[int | None]) -> Batch:
-        """Return these rows; there is none of padding."""
-        return _read(self.examples, chosen, self.head, self.row_length)
-
-
-def _read(
-    examples: Examples, chosen: Iterable[int | None], head: TaskHead, row_length: int
-) -> HeadBatch:
-    rows, targets = [], []
-    for index in chosen:
-        if index is None:
-            continue
-        ids, marked = examples[index]
-        if head.kind == "classification":
-            rows.append(ids[:-1])
-            targets.append(ids[-1])
-        else:
-            rows.append(ids)
-            ends = np.flatnonzero(marked)
-            targets.append((ends[0], ends[-1]) if len(ends) else (IGNORE_INDEX, IGNORE_INDEX))
-    longest = max(map(len, rows))
-    width = max(longest, min(row_length, -(-longest // STEP) * STEP))
-    inputs = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), width), dtype=bool)
-    for at, row in enumerate(rows):
-        inputs[at, : len(row)], mask[at, : len(row)] = row, True
-    wanted = np.array(targets, dtype=np.int64)
-    tensors = [torch.from_numpy(array) for array in (inputs, wanted, mask)]
-    return HeadBatch(tensors[0], tensors[1], None, tensors[2])
 
 
 # Learning
@@ -141,41 +110,6 @@ def head_loss(model: Any, batch: Batch) -> Tensor:
     ends = (targets,) if targets.ndim == 1 else targets.unbind(-1)
     loss: Tensor = model.loss(batch.inputs, *ends, attention_mask=batch.mask)
     return loss
-
-
-class HeadLearner(Learner):
-    """Learns from rows with a label, or with the ends of an answer."""
-
-    def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
-        with self.autocast():
-            mean = head_loss(self.model, batch)
-        return mean * weight.to(mean, non_blocking=True)
-
-
-@torch.no_grad()
-def evaluate_head(
-    model: Any,
-    batches: Iterable[Batch],
-    *,
-    max_batches: int = 0,
-    bytes_per_id: Tensor | None = None,
-    autocast: contextlib.AbstractContextManager[Any] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """Measure the mean loss over held-out rows; arguments as of `evaluate`."""
-    device = next(model.parameters()).device
-    sums, counts = [], []
-    for number, batch in enumerate(batches):
-        if should_stop():
-            return None
-        if max_batches and number >= max_batches:
-            break
-        with contextlib.nullcontext() if autocast is None else autocast:
-            sums.append(batch.num_targets() * float(head_loss(model, batch.to(device))))
-        counts.append(batch.num_targets())
-    if not counts:
-        raise ValueError("there is nothing to evaluate on: no examples")
-    return Evaluation(math.fsum(sums) / sum(counts), sum(counts))
 
 
 @torch.no_grad()

@@ -29,14 +29,14 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.threads import share_cores
-from scratchlm.training.checks import check_applicable, check_ranks
-from scratchlm.training.means import (
+from scratchlm.training.apply import (
     apply_checkpointing,
     apply_compile,
     apply_precision,
     disable_cublas_workspace,
     remove_compile,
 )
+from scratchlm.training.checks import check_applicable, check_ranks
 from scratchlm.training.optimizers import (
     ScalesGradients,
     WritesShadowWeights,
@@ -64,12 +64,15 @@ class Learner:
         *,
         warn: Callable[[str], None] = warnings.warn,
         ranks: Ranks | None = None,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
     ) -> None:
         """Make a model learn; with `ranks`, together with theirs.
 
+        `loss` gives the mean of a batch; None: that of the model's next tokens.
         Those may be given a model on `meta`: each makes room for its part (`parts.py` fills it).
         """
         self.model, self.warn, self.ranks = model, warn, ranks
+        self.loss_of = loss
         self.config = model.config  # of the whole model
         self.device = next(model.parameters()).device if ranks is None else ranks.device
         if self.device.type == "cpu":
@@ -190,25 +193,30 @@ class Learner:
     def _backward(self, batch: Batch, weight: Tensor) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         with contextlib.nullcontext() if self.shadow is None else self.shadow.visible():
-            share = self._weighed_loss(batch, weight)
+            share = self._weighted_loss(batch, weight)
             share.backward()
         return share.detach()
 
-    def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
+    def _weighted_loss(self, batch: Batch, weight: Tensor) -> Tensor:
         with self.autocast():
-            mean = self.loss(
-                batch.inputs,
-                batch.targets,
-                document_ids=batch.document_ids,
-                z_loss=self.settings.z_loss,
-            )
+            mean = self._mean_loss(batch)
         return mean * weight.to(mean, non_blocking=True)
+
+    def _mean_loss(self, batch: Batch) -> Tensor:
+        if self.loss_of is not None:
+            return self.loss_of(self.model, batch)
+        return self.loss(
+            batch.inputs,
+            batch.targets,
+            document_ids=batch.document_ids,
+            z_loss=self.settings.z_loss,
+        )
 
     def _backward_in_shares(self, shares: Shares, batch: Batch, weight: Tensor) -> Tensor:
         parameters, total = list(self.parameters.values()), max(1, batch.num_targets())
 
         def work(part: Batch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-            loss = self._weighed_loss(part, weight * (part.num_targets() / total))
+            loss = self._weighted_loss(part, weight * (part.num_targets() / total))
             return loss.detach(), torch.autograd.grad(loss, parameters, allow_unused=True)
 
         losses, gradients = zip(*shares.each(work, batch), strict=True)

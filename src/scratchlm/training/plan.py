@@ -18,8 +18,10 @@ from typing import Any
 
 from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig, from_dict, to_dict, toml_text
+from scratchlm.data.examples import Rows, read_examples
+from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
-from scratchlm.errors import ScratchLMError
+from scratchlm.errors import ScratchLMError, check_keys
 from scratchlm.training.settings import TrainConfig
 from scratchlm.training.tuning import Tuning
 from scratchlm.untrusted import read_toml
@@ -43,10 +45,9 @@ class DataFiles:
     @classmethod
     def from_dict(cls, values: dict[str, Any], run: Path) -> DataFiles:
         """Read what `to_dict` wrote."""
-        unknown = values.keys() - {"train", "val", "tokenizer"}
-        if unknown or "train" not in values:
-            wrong = f"unknown config key: data.{min(unknown)}" if unknown else "no data.train"
-            raise ValueError(wrong)
+        check_keys(values, ("train", "val", "tokenizer"), "data.")
+        if "train" not in values:
+            raise ValueError("no data.train")
         return cls(**{name: run / path for name, path in values.items()})
 
 
@@ -119,3 +120,15 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
 def has_run(directory: str | os.PathLike[str]) -> bool:
     """Say whether a directory holds a run that was begun."""
     return (Path(directory) / NAME).exists() or bool(find_checkpoints(directory))
+
+
+def epochs(plan: Plan) -> float:
+    """Return how often a run reads its data."""
+    if plan.tuning is not None:
+        examples = read_examples(plan.data.train)
+        length, packed = plan.train.row_tokens(plan.model), plan.tuning.packed
+        rows = len(examples) if plan.tuning.preference else None
+        rows = rows or len(Rows(examples, length, packed=packed).rows)
+        return plan.train.steps * plan.train.batch_size / rows
+    tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
+    return tokens / max(1, read_sidecar(plan.data.train).count)

@@ -82,7 +82,7 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, narrow: bool 
     size = (4.2, 2.8 * rows) if narrow else (9.5, 2.8 * rows)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     _add_tasks(figure, figure.add_gridspec(rows, columns), 0, columns, runs)
-    return _png(figure)
+    return png(figure)
 
 
 def all_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -112,7 +112,7 @@ def _add_tasks(
             ):
                 ends = ([figure[end] for _, figure in points] for end in ("low", "high"))
                 axes.fill_between(steps, *ends, color=colour, alpha=0.12, lw=0)
-            _style_axes(axes, "step", name.replace("_", " "))
+            style_axes(axes, "step", name.replace("_", " "))
         axes.set_title(task.replace("$", r"\$"), fontsize=9, color=GREY, loc="left")
 
 
@@ -144,19 +144,19 @@ def draw_run(
         )
     if floor is not None:
         top.axhline(floor, color="#111827", ls="--", lw=1.2, label=f"entropy floor {floor:.4f}")
-    _style_axes(top, "step", "loss (nats per token)")
+    style_axes(top, "step", "loss (nats per token)")
     _set_loss_limits(top, curves, floor)
     top.legend(frameon=False)
     rate = figure.add_subplot(grid[1, 0])
     rate.plot(curves.steps, curves.lr, color=COLOURS[4], lw=1.4)
-    _style_axes(rate, "step", "learning rate")
+    style_axes(rate, "step", "learning rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     speed = figure.add_subplot(grid[-1, -1])
     speed.plot(curves.steps, curves.tokens_per_second, color=COLOURS[2], lw=1.2)
     speed.set_ylim(bottom=0)
-    _style_axes(speed, "step", "tokens per second")
+    style_axes(speed, "step", "tokens per second")
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    return _png(figure)
+    return png(figure)
 
 
 def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -193,11 +193,11 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     if lows:
         span = max(0.05, max(highs) - min(lows))
         axes.set_ylim(min(lows) - 0.05 * span, max(highs) + 0.4 * span)
-    _style_axes(axes, "step", "loss (nats per token)")
+    style_axes(axes, "step", "loss (nats per token)")
     axes.set_title("held-out loss (training loss faint)", fontsize=10, color=GREY, loc="left")
     axes.legend(frameon=False)
     _add_tasks(figure, grid, 1, 3, runs)
-    return _png(figure)
+    return png(figure)
 
 
 def _set_loss_limits(axes: Any, curves: Curves, floor: float | None) -> None:
@@ -210,7 +210,8 @@ def _set_loss_limits(axes: Any, curves: Curves, floor: float | None) -> None:
     axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
 
 
-def _style_axes(axes: Any, x: str, y: str) -> None:
+def style_axes(axes: Any, x: str, y: str) -> None:
+    """Name the axes, and let them stand back."""
     axes.set_xlabel(x, color=GREY)
     axes.set_ylabel(y, color=GREY)
     axes.grid(alpha=0.25, lw=0.6)
@@ -219,7 +220,8 @@ def _style_axes(axes: Any, x: str, y: str) -> None:
     axes.tick_params(colors=GREY, labelsize=9)
 
 
-def _png(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
+    """Return a figure as a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -8,10 +8,8 @@ before the first step, and kept beside the data.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from scratchlm.data.batches import IGNORE_INDEX, Batch
-from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation
+from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation, Rows
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
-from scratchlm.training.evaluation import Evaluation
 from scratchlm.training.learner import Learner
 from scratchlm.untrusted import parse_json, read_bytes
 
@@ -69,36 +66,6 @@ class PreferenceBatch(Batch):
         """Count the pairs: the loss is their mean."""
         return len(self.inputs) // 2
 
-    def cut(self, rows: int) -> Iterator[Batch]:
-        """Cut into pieces of at most `rows` rows, an even number."""
-        assert self.reference is not None
-        for start in range(0, len(self.inputs), rows):
-            piece = slice(start, start + rows)
-            yield PreferenceBatch(
-                self.inputs[piece], self.targets[piece], None, self.reference[piece]
-            )
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Copy to a device."""
-        assert self.reference is not None
-        return PreferenceBatch(
-            self.inputs.to(device, non_blocking=non_blocking),
-            self.targets.to(device, non_blocking=non_blocking),
-            None,
-            self.reference.to(device, non_blocking=non_blocking),
-        )
-
-
-class PreferenceLearner(Learner):
-    """Learns from pairs."""
-
-    beta = 0.1
-
-    def _weighed_loss(self, batch: Batch, weight: Tensor) -> Tensor:
-        with self.autocast():
-            mean = pair_loss(self.model, batch, self.beta)
-        return mean * weight.to(mean, non_blocking=True)
-
 
 def pair_loss(model: TransformerLM, batch: Batch, beta: float) -> Tensor:
     """Return the mean loss of a batch of pairs."""
@@ -112,47 +79,40 @@ def pair_loss(model: TransformerLM, batch: Batch, beta: float) -> Tensor:
 # Batches
 
 
-class PreferenceBatches(ExampleBatches):
-    """Batches of whole pairs; `batch_size` counts rows, two for a pair."""
+class _PairRows(Rows):
+    """Two rows for a pair; arguments as of the other base class, `batch_size` counts rows."""
 
-    def __init__(self, examples: Examples, *args: Any, reference: np.ndarray, **options: Any):
+    batch_size: int
+
+    def __init__(
+        self, examples: Examples, *args: Any, reference: np.ndarray, **options: Any
+    ) -> None:
         super().__init__(examples, *args, packed=False, **options)
-        if len(examples) % 2 or self.batch_size % 2:
-            raise ScratchLMError(f"pairs need an even batch_size; got {self.batch_size}")
         self.reference = reference
         self.rows = [[2 * pair, 2 * pair + 1] for pair in range(len(examples) // 2)]
-        self.batch_size //= 2  # of pairs
+        self.batch_size = max(1, self.batch_size // 2)  # of pairs
 
-    def read(self, chosen: Iterable[int | None]) -> Batch:
-        """Return these pairs, row by row."""
-        return _read_pairs(self, chosen)
+    def read(self, chosen: Iterable[int | None]) -> PreferenceBatch:
+        """Return these pairs, row by row; there is none of padding."""
+        order = [index for pair in chosen if pair is not None for index in self.rows[pair]]
+        rows = self.lay_out([[index] for index in order])
+        reference = torch.from_numpy(self.reference[order])
+        return PreferenceBatch(rows.inputs, rows.targets, None, reference)
 
 
-class PreferenceValidation(ExampleValidation):
+class PreferenceBatches(_PairRows, ExampleBatches):
+    """Batches of whole pairs."""
+
+    def __init__(
+        self, examples: Examples, row_length: int, batch_size: int, *args: Any, **options: Any
+    ) -> None:
+        if len(examples) % 2 or batch_size % 2:
+            raise ScratchLMError(f"pairs need an even batch_size; got {batch_size}")
+        super().__init__(examples, row_length, batch_size, *args, **options)
+
+
+class PreferenceValidation(_PairRows, ExampleValidation):
     """Every pair once, in order."""
-
-    def __init__(self, examples: Examples, *args: Any, reference: np.ndarray, **options: Any):
-        super().__init__(examples, *args, packed=False, **options)
-        self.reference = reference
-        self.rows = [[2 * pair, 2 * pair + 1] for pair in range(len(examples) // 2)]
-        self.batch_size = max(1, self.batch_size // 2)
-
-    def read(self, chosen: Iterable[int | None]) -> Batch:
-        """Return these pairs, row by row."""
-        return _read_pairs(self, (row for row in chosen if row is not None))
-
-
-def _read_pairs(source: Any, chosen: Iterable[int | None]) -> Batch:
-    order = [index for pair in chosen if pair is not None for index in source.rows[pair]]
-    shape = (len(order), source.row_length)
-    inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
-    for at, index in enumerate(order):
-        ids, learns = source.examples[index]
-        size = len(ids) - 1
-        inputs[at, :size] = ids[:-1]
-        targets[at, :size] = np.where(learns[1:], ids[1:], IGNORE_INDEX)
-    reference = torch.from_numpy(source.reference[order])
-    return PreferenceBatch(torch.from_numpy(inputs), torch.from_numpy(targets), None, reference)
 
 
 # The model before it learns
@@ -185,31 +145,3 @@ def reference_logps(
     logps = logps[: len(examples)]  # the rest is padding
     write_atomically(path, json.dumps({"examples": crc, "logps": logps}).encode())
     return np.array(logps, dtype=np.float64)
-
-
-@torch.no_grad()
-def evaluate_pairs(
-    model: TransformerLM,
-    batches: Iterable[Batch],
-    *,
-    beta: float,
-    max_batches: int = 0,
-    bytes_per_id: Tensor | None = None,
-    autocast: contextlib.AbstractContextManager[Any] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """Measure the mean loss over held-out pairs; arguments as of `evaluate`."""
-    device = next(model.parameters()).device
-    total, count = 0.0, 0
-    for number, batch in enumerate(batches):
-        if should_stop():
-            return None
-        if max_batches and number >= max_batches:
-            break
-        pairs = batch.num_targets()
-        with contextlib.nullcontext() if autocast is None else autocast:
-            total = math.fsum((total, pairs * float(pair_loss(model, batch.to(device), beta))))
-        count += pairs
-    if not count:
-        raise ValueError("there is nothing to evaluate on: no pairs")
-    return Evaluation(total / count, count)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,16 @@ from scratchlm.checkpoint import find_checkpoints
 from scratchlm.config import ModelConfig
 from scratchlm.data import Batches, TokenFile, ValidationBatches, tokenizer_fingerprint
 from scratchlm.data.documents import DocumentBatches, DocumentValidationBatches
-from scratchlm.data.examples import Examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
+from scratchlm.training.apply import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.learner import Learner, build_model
 from scratchlm.training.loop import Data, RunTasks, Sampler, Watcher, train
-from scratchlm.training.means import NO_WORKSPACE, WORKSPACE
 from scratchlm.training.parts import fill, first_weights
 from scratchlm.training.plan import Plan, has_run, write_plan
 from scratchlm.training.run import Progress, Run, fingerprint, hold_run
+from scratchlm.training.settings import TrainConfig
 from scratchlm.training.throughput import Throughput, make_throughput
 from scratchlm.training.tuning import (
     adapter_record,
@@ -108,47 +108,27 @@ def run_plan(
         is_new = not find_checkpoints(directory)
         first = _first_weights(directory, plan, start, is_new)
         tell = warnings.warn if warn is None else warn
-        files: dict[str, TokenFile] | dict[str, Examples]
         if plan.tuning is None:
             files = _open_token_files(plan, known, stack)
             prints = {name: fingerprint(file) for name, file in files.items()}
             data = _make_batches(plan, settings.batch_size, files, device, bytes_per_id, ranks)
-            is_cut = ranks is not None and settings.has_collectives
-            if is_cut:  # no rank has all of it, ever
-                model = TransformerLM(plan.model, ops, device="meta")
-            else:
-                model = build_model(plan.model, settings.seed, device, ops)
-                if first is not None:
-                    model.load_state_dict(first.tensors)
-            learner = Learner(model, settings, warn=tell, ranks=ranks)
-            if is_cut:
-                drawn = first_weights(plan.model, settings.seed)
-                fill(learner, drawn if first is None else first.tensors.items())
+            learner = _text_learner(plan, settings, first, device, ops, tell, ranks)
         else:
-            files = open_examples(plan, known)
-            prints = {name: examples.fingerprint for name, examples in files.items()}
+            examples = open_examples(plan, known)
+            prints = {name: found.fingerprint for name, found in examples.items()}
             model = build_tuned(plan, first, settings, device, ops)
             learner = make_learner(model, settings, plan.tuning, tell, ranks)
-            data = make_data(plan, settings, files, learner)
-        if ranks is not None and (settings.has_collectives or settings.precision != "fp32"):
-            sample = run_tasks = None  # they need whole weights, in one type
-        run = stack.enter_context(
-            Run(
-                directory,
-                prints,
-                tokenizer,
-                plan.changed,
-                ranks=ranks,
-            )
-        )
+            data = make_data(plan, settings, examples, learner)
+        is_cut = ranks is not None and (settings.has_collectives or settings.precision != "fp32")
+        if is_cut or not is_first:  # they need whole weights, in one type
+            sample = run_tasks = None
+        run = stack.enter_context(Run(directory, prints, tokenizer, plan.changed, ranks=ranks))
         run.chat_template, run.adapter = chat_template, adapter_record(plan, first)
         if plan.tuning is not None and plan.tuning.head is not None:
             run.head = plan.tuning.head.to_dict()
         run.restore(learner, warn)
         if is_first:
             write_plan(directory, replace(plan, train=settings))
-        else:
-            sample = run_tasks = None
         if first is not None and is_new:
             run.eos_token_ids = first.eos_token_ids
             run.save(learner)
@@ -173,6 +153,29 @@ def run_plan(
                 should_stop=should_stop,
             )
         return Outcome(ended, run.progress, learner)
+
+
+def _text_learner(
+    plan: Plan,
+    settings: TrainConfig,
+    first: Start | None,
+    device: torch.device,
+    ops: str | Ops,
+    warn: Callable[[str], None],
+    ranks: Ranks | None,
+) -> Learner:
+    """Make the model of a run that learns from text, with all its weights."""
+    if ranks is not None and settings.has_collectives:  # no rank has all of it, ever
+        learner = Learner(
+            TransformerLM(plan.model, ops, device="meta"), settings, warn=warn, ranks=ranks
+        )
+        drawn = first_weights(plan.model, settings.seed)
+        fill(learner, drawn if first is None else first.tensors.items())
+        return learner
+    model = build_model(plan.model, settings.seed, device, ops)
+    if first is not None:
+        model.load_state_dict(first.tensors)
+    return Learner(model, settings, warn=warn, ranks=ranks)
 
 
 def _first_weights(
@@ -256,38 +259,19 @@ def _make_batches(
     bytes_per_id: Tensor | None,
     ranks: Ranks | None,
 ) -> Data:
-    among = {} if ranks is None else {"rank": ranks.row_rank, "world_size": ranks.row_size}
-    pin, document_mask = device.type == "cuda", plan.train.document_mask
-    context = plan.train.row_tokens(plan.model)
-    validation: ValidationBatches | None = None
-    per_rank = -(-rows // (1 if ranks is None else ranks.row_size))
-    eval_batch_size = min(per_rank, plan.train.micro_batch_size or rows)
-    eval_batch_size *= 1 if ranks is None else ranks.row_size
+    world = 1 if ranks is None else ranks.row_size
+    options: dict[str, Any] = {"pin_memory": device.type == "cuda"}
+    if ranks is not None:
+        options |= {"rank": ranks.row_rank, "world_size": world}
+    train_rows, val_rows = Batches, ValidationBatches
     if plan.train.rows == "documents":
-        if "val" in files:
-            validation = DocumentValidationBatches(
-                files["val"], context, eval_batch_size, pin_memory=pin, **among
-            )
-        document_batches = DocumentBatches(
-            files["train"], context, rows, plan.train.seed, pin_memory=pin, **among
-        )
-        return Data(document_batches, validation, bytes_per_id)
+        train_rows, val_rows = DocumentBatches, DocumentValidationBatches
+    else:
+        options["document_ids"] = plan.train.document_mask
+    context = plan.train.row_tokens(plan.model)
+    validation = None
     if "val" in files:
-        validation = ValidationBatches(
-            files["val"],
-            context,
-            eval_batch_size,
-            document_ids=document_mask,
-            pin_memory=pin,
-            **among,
-        )
-    batches = Batches(
-        files["train"],
-        context,
-        rows,
-        plan.train.seed,
-        document_ids=document_mask,
-        pin_memory=pin,
-        **among,
-    )
+        per_rank = min(-(-rows // world), plan.train.micro_batch_size or rows)
+        validation = val_rows(files["val"], context, per_rank * world, **options)
+    batches = train_rows(files["train"], context, rows, plan.train.seed, **options)
     return Data(batches, validation, bytes_per_id)

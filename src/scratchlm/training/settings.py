@@ -14,7 +14,7 @@ from typing import Any
 from scratchlm import acceleration
 from scratchlm.accounting import CHECKPOINTING
 from scratchlm.config import ModelConfig
-from scratchlm.errors import did_you_mean
+from scratchlm.errors import check_keys
 
 SCHEDULES = ("cosine", "wsd", "constant")
 OPTIMIZERS = ("adamw", "muon")
@@ -154,11 +154,7 @@ class TrainConfig:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict):
             raise TypeError(f"train must be a table; got {type(values).__name__}")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(values.keys() - set(known))
-        if unknown:
-            near = did_you_mean(unknown[0], known)
-            raise ValueError(f"unknown config key: train.{unknown[0]}{near}")
+        check_keys(values, [field.name for field in fields(cls)], "train.")
         return cls(**values)
 
     @classmethod

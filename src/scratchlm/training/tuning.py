@@ -13,33 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.config import ModelConfig
 from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
+from scratchlm.data.batches import Batch
 from scratchlm.data.examples import ExampleBatches, Examples, ExampleValidation, read_examples
-from scratchlm.errors import ScratchLMError
+from scratchlm.errors import ScratchLMError, check_keys
 from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.quantization.convert import fill, make_room, recompute_matrices
 from scratchlm.quantization.rule import BASES, choose_base
-from scratchlm.training.heads import (
-    HeadBatches,
-    HeadLearner,
-    HeadValidation,
-    build_head,
-    evaluate_head,
-)
+from scratchlm.training.evaluation import evaluate_mean
+from scratchlm.training.heads import HeadBatches, HeadValidation, build_head, head_loss
 from scratchlm.training.learner import Learner
 from scratchlm.training.loop import Data
 from scratchlm.training.lora import apply_lora, find_targets
 from scratchlm.training.preference import (
     NAME,
     PreferenceBatches,
-    PreferenceLearner,
     PreferenceValidation,
-    evaluate_pairs,
+    pair_loss,
     reference_logps,
 )
 from scratchlm.training.settings import TrainConfig
@@ -94,9 +90,7 @@ class Tuning:
         """Read plain values; unknown keys are refused by name."""
         if not isinstance(values, dict):
             raise TypeError(f"tuning must be a table; got {type(values).__name__}")
-        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown config key: tuning.{unknown[0]}")
+        check_keys(values, [field.name for field in fields(cls)], "tuning.")
         lora, head = values.get("lora"), values.get("head")
         parts = {
             "lora": None if lora is None else LoRA.from_dict(lora),
@@ -180,13 +174,14 @@ def make_learner(
             "several ranks fine-tune on texts, with train.parallel=zero1; pairs, task heads, fsdp, "
             "hsdp and train.tp are not for them"
         )
+    return Learner(model, settings, warn=warn, ranks=ranks, loss=_loss_of(tuning))
+
+
+def _loss_of(tuning: Tuning) -> Callable[[Any, Batch], Tensor] | None:
+    """Return the loss of a batch of labels, answers or pairs; None: that of next tokens."""
     if tuning.head is not None:
-        return HeadLearner(model, settings, warn=warn)
-    if tuning.preference is None:
-        return Learner(model, settings, warn=warn, ranks=ranks)
-    learner = PreferenceLearner(model, settings, warn=warn)
-    learner.beta = tuning.beta
-    return learner
+        return head_loss
+    return None if tuning.preference is None else partial(pair_loss, beta=tuning.beta)
 
 
 def open_examples(plan: Plan, tokenizer: str | None) -> dict[str, Examples]:
@@ -225,7 +220,7 @@ def make_data(
             train, row_length, settings.batch_size, settings.seed, head=tuning.head
         )
         held = None if val is None else HeadValidation(val, row_length, rows, head=tuning.head)
-        return Data(batches_of, held, measure=evaluate_head)
+        return Data(batches_of, held, measure=partial(evaluate_mean, head_loss))
     if tuning.preference is None:
         options: dict[str, Any] = {
             "packed": tuning.packed,
@@ -248,7 +243,8 @@ def make_data(
     held_out = None
     if val is not None:
         held_out = PreferenceValidation(val, row_length, rows, reference=logps["val"])
-    return Data(pairs, held_out, measure=partial(evaluate_pairs, beta=tuning.beta))
+    loss = partial(pair_loss, beta=tuning.beta)
+    return Data(pairs, held_out, measure=partial(evaluate_mean, loss))
 
 
 def adapter_record(plan: Plan, start: Start | None) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ def _demo(args: DemoArgs, device_name: str) -> int:
     from scratchlm.cli.demo.corpus import make_world
     from scratchlm.cli.demo.showing import accounting_lines
     from scratchlm.cli.demo.trial import trial
-    from scratchlm.cli.train import choose_device
+    from scratchlm.cli.device import choose_device
     from scratchlm.training import watch_signals
 
     device = choose_device(device_name)
@@ -86,7 +86,7 @@ def _demo(args: DemoArgs, device_name: str) -> int:
 
 def _train(world: World, device: torch.device, stop: Callable[[], bool]) -> str:
     from scratchlm.cli.demo.showing import FloorConsole
-    from scratchlm.cli.train import bytes_of_ids, make_sampler
+    from scratchlm.cli.training_figures import bytes_of_ids, make_sampler
     from scratchlm.training import run_plan
 
     plan, console = world.plan, FloorConsole(world)
@@ -100,7 +100,7 @@ def _train(world: World, device: torch.device, stop: Callable[[], bool]) -> str:
             sample=make_sampler(plan, world.tokenizer, None),
             watchers=(console,),
             on_begin=lambda learner, run, _: say(world.start_message(run.progress.step)),
-            warn=lambda message: say(f"warning: {message}"),
+            warn=terminal.warn,
             should_stop=stop,
             matmul_rate=world.forecast.matmul_rate if world.forecast else None,
         ).ended

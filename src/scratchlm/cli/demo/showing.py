@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from scratchlm.cli.demo.corpus import World
 from scratchlm.cli.demo.words import Comparison, GeneratedStory
 from scratchlm.cli.training_console import TrainingConsole
 from scratchlm.training import read_metrics
-from scratchlm.training.plots import COLOURS, Curves
+from scratchlm.training.plots import COLOURS, Curves, png, style_axes
 from scratchlm.training.report import Section, duration, picture_html, table
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -258,14 +257,9 @@ def draw_excess_loss(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(bottom=1.2 * lowest)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss above the floor")
-    axes.grid(alpha=0.25, lw=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes, "step", "loss above the floor")
     axes.legend(frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)
 
 
 _STYLE = """<style>

@@ -127,14 +127,14 @@ class GeneratedStory:
         return before, word, self.text[len(to_text(words[: self.wrong + 1])) :]
 
 
-def write_stories(model: TransformerLM, world: World, count: int = 20) -> list[GeneratedStory]:
-    """Sample stories at temperature 1, and check which are possible under the grammar."""
+def write_stories(model: TransformerLM, world: World) -> list[GeneratedStory]:
+    """Sample 20 stories at temperature 1, and check which are possible under the grammar."""
     from scratchlm.inference import Sampling, generate
 
     end = world.tokenizer.special_tokens[END]
     stories = generate(
         model,
-        [[end]] * count,
+        [[end]] * 20,
         tokenizer=world.tokenizer,
         max_new_tokens=model.config.context_length - 1,
         sampling=Sampling(temperature=1.0),
