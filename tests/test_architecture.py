@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "cuda_graphs": set(),
     "config": {"errors", "untrusted"},
     "ops": {"durable", "errors"},
-    "model": {"config", "ops"},
+    "model": {"config", "ops", "threads"},
     "paged": {"config", "ops"},
     "quantization": {"config", "ops", "model", "interop", "errors"},
     "quantization.rule": {"config", "interop"},

@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from scratchlm import ModelConfig, TransformerLM
+from scratchlm.checkpoint import write_checkpoint
 from scratchlm.threads import BUSY, CALM_LOOKS, FREE, WaitPolicy, busy_seconds
 
 
@@ -109,27 +111,30 @@ def test_sleeping_threads_come_and_go_and_change_no_bit():
     ],
 )
 def test_a_setting_of_the_user_is_left_alone(environment, watched):
-    code = "import torch; from scratchlm.threads import share_cores; print(share_cores())"
+    code = "import torch; from scratchlm.threads import watch_cores; print(watch_cores())"
     assert run_python(code, **environment) == watched
 
 
 DOORS = {
-    "Learner": "Learner(model, TrainConfig(steps=1))",
-    "generate": "generate(model, [[1, 2]], max_new_tokens=1)",
+    "a model of one's own": ("TransformerLM(config)", 1),
+    "a model without memory": ("TransformerLM(config, device='meta')", 0),
+    "a loaded model": ("load_model(folder)", 1),
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_who_calls_from_python_after_importing_torch_is_served_too(door):
+def test_who_calls_from_python_after_importing_torch_is_served_too(door, tmp_path):
+    config = ModelConfig(16, 8, 16, 1, 2)
+    folder = tmp_path / "model"
+    write_checkpoint(folder, model=TransformerLM(config).state_dict(), config=config)
+    call, watches = DOORS[door]
     code = f"""
         import torch
-        from scratchlm import ModelConfig, TransformerLM
-        from scratchlm.inference import generate
-        from scratchlm.training import Learner, TrainConfig
-        from scratchlm.threads import share_cores
-        model = TransformerLM(ModelConfig(16, 8, 16, 1, 2))
-        assert share_cores.cache_info().misses == 0
-        {DOORS[door]}
-        print(share_cores.cache_info().misses)
+        from scratchlm import ModelConfig, TransformerLM, load_model
+        from scratchlm.threads import watch_cores
+        config, folder = ModelConfig(16, 8, 16, 1, 2), {str(folder)!r}
+        assert watch_cores.cache_info().misses == 0
+        {call}
+        print(watch_cores.cache_info().misses)
     """
-    assert run_python(code) == "1"
+    assert run_python(code) == str(watches)

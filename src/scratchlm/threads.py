@@ -73,12 +73,18 @@ class WaitPolicy:
         return self.spin
 
 
-@cache
-def share_cores() -> bool:
-    """Let torch's threads sleep, not spin, while other programs need their cores.
+def share_cores(device: torch.device) -> None:
+    """Let torch's threads sleep, not spin, while other programs need the cores of a CPU."""
+    if device.type == "cpu":
+        watch_cores()
 
-    Returns whether that is so in this process: the first call decides. It leaves alone who has set
-    OMP_WAIT_POLICY or GOMP_SPINCOUNT, one thread, and systems without GNU's OpenMP or /proc.
+
+@cache
+def watch_cores() -> bool:
+    """Watch who uses the cores, from now on; return whether that can be done in this process.
+
+    It leaves alone who has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, one thread, and systems without
+    GNU's OpenMP or /proc.
     """
     if torch.get_num_threads() < 2 or any(name in os.environ for name in _SETTINGS):
         return False

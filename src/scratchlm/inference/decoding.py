@@ -34,7 +34,6 @@ from scratchlm.inference.speculation import Speculate
 from scratchlm.inference.uncached import UncachedRunner
 from scratchlm.model import KVCache, TransformerLM
 from scratchlm.paged import KVDtype
-from scratchlm.threads import share_cores
 
 TOKENS_PER_STEP = 2048
 # A CPU reads the weights of a large model once in the time it computes about this many tokens.
@@ -128,8 +127,6 @@ def stream(
         past_context=past_context,
     )
     check_num_logprobs(num_logprobs, model.config.vocab_size)
-    if model.token_embeddings.weight.device.type == "cpu":
-        share_cores()
     if not use_cache:
         _check_uncached(draft, speculate, kv_dtype)
     engine = _engine_for(model, rows, use_cache, accelerate, draft, kv_dtype)

@@ -117,8 +117,7 @@ def load_model(
         return _spread(whole, torch.device(device), tp, quantize)
     if quantize is not None:
         check_target(quantize)
-    if torch.device(device).type == "cpu":
-        share_cores()
+    share_cores(torch.device(device))
     path, build = Path(path), partial(_empty_model, device=device, ops=ops, accelerate=accelerate)
     make = Build(build, dtype, torch.device(device), quantize)
     if not path.exists():

@@ -25,6 +25,7 @@ from scratchlm.model.layers import Embedding, FactoryKwargs, Linear, SinusoidalP
 from scratchlm.model.rotary import RotaryEmbedding
 from scratchlm.ops import CausalMask, Ops, Routed, get_ops, load_balancing_loss
 from scratchlm.ops.ranges import keep_in_range, mark
+from scratchlm.threads import share_cores
 
 
 class Transformer(nn.Module):
@@ -48,9 +49,9 @@ class Transformer(nn.Module):
         rope = make_rope(config, **factory)  # one for all layers
         blocks = (TransformerBlock(config, i, rope, **factory) for i in range(config.num_layers))
         self.layers = nn.ModuleList(blocks)
-        self.ln_final: nn.Module = nn.Identity()
-        if config.norm_placement == "pre":  # post-norm blocks end in a norm already
-            self.ln_final = make_norm(config, **factory)
+        pre = config.norm_placement == "pre"  # post-norm blocks end in a norm already
+        self.ln_final: nn.Module = make_norm(config, **factory) if pre else nn.Identity()
+        share_cores(self.token_embeddings.weight.device)
 
     @property
     def rope(self) -> RotaryEmbedding | None:
@@ -118,8 +119,7 @@ class Transformer(nn.Module):
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence longer than the context."""
-        most = self.config.context_length
-        if length > most:
+        if length > (most := self.config.context_length):
             raise ValueError(
                 f"the sequence must not exceed context_length={most}; got {length} tokens"
             )

@@ -75,8 +75,7 @@ class Learner:
         self.loss_of = loss
         self.config = model.config  # of the whole model
         self.device = next(model.parameters()).device if ranks is None else ranks.device
-        if self.device.type == "cpu":
-            share_cores()
+        share_cores(self.device)
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
         check_ranks(settings, ranks)

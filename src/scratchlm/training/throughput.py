@@ -73,8 +73,7 @@ def measure_matmul_rate(device: torch.device, precision: str, seconds: float = 0
     other programs had the cores. Else a run beside them would be said to reach more than 100 %.
     """
     on_gpu = device.type == "cuda"
-    if not on_gpu:
-        share_cores()  # a thread that spins runs, too
+    share_cores(device)  # a thread that spins runs, too
     size = 8192 if on_gpu else 1024
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     a = torch.ones(size, size, device=device, dtype=dtype)
