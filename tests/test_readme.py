@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -131,7 +132,6 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_the_site_has_every_page_and_documents_what_exists():
-    """Built by `make docs`; here its navigation and the names it documents are read."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:")[2]))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
@@ -143,3 +143,24 @@ def test_the_site_has_every_page_and_documents_what_exists():
     assert len(names) > 10
     for module, name in names:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    for name in scratchlm.__all__:
+        assert re.search(rf"(?m)^::: scratchlm\.[\w.]+\.{name}$|`{name}`", page), name
+
+
+_LOCAL = r'(?:href|src)="(?![a-z]+:|//|#)([^"#?]+)'
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is missing")
+def test_the_site_is_built_without_a_warning_and_every_link_in_it_leads_to_a_file(tmp_path):
+    """As a folder: no server makes a page of a directory."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = [page for page in tmp_path.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) > 30
+    for page in pages:
+        for link in re.findall(_LOCAL, page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file(), f"{page.relative_to(tmp_path)}: {link}"
+    python = (tmp_path / "reference" / "python.html").read_text(encoding="utf-8")
+    for field in ("vocab_size", "batch_size", "top_k"):  # of dataclasses, in their signatures
+        assert f">{field}<" in python, field

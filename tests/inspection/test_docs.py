@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_page_lists_every_point_as_the_code_does():
-    page = (ROOT / "docs" / "howto" / "inspect.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "points.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| `(?:layers\.3\.)?([a-z.]+)` \| (batch [^|]*) \| ([^|]*) \|$", page)
     assert {kind: (axes, what) for kind, axes, what in rows} == KINDS
 
