@@ -539,7 +539,7 @@ def test_the_flag_writes_the_page(tmp_path):
     ("more", "says"),
     [
         (["--html", "page.txt"], "a page must end in .html; got page.txt"),
-        (["--html", "page.html", "--sweep", "batch=1..4"], "--html shows one model"),
+        (["--html", "page.html", "--sweep", "batch=1..4"], "--html has no effect beside --sweep"),
         (["--html", "page.html", "--documents", "512,512"], "documents and html exclude"),
         (["--html", "page.html", "--mfu", "0"], "mfu must lie in (0, 1]; got 0.0"),
         (["--html", "no/such/folder/page.html"], "No such file"),

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from scratchlm.cli.account_models import check_lengths, check_views, named_as_options
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's command."""
     app.command("account")(account)
 
 
+@named_as_options()
 def account(
     models: Annotated[
         list[str] | None,
@@ -127,6 +130,14 @@ def account(
         raise ValueError("whose account? give a preset, a run, a checkpoint or a config")
     if json and csv:
         raise ValueError("--json and --csv exclude each other")
+    check_views(
+        {"verify": verify, "compare": compare, "sweep": sweep, "fits": fits}
+        | {"plans": plans, "lora": lora},
+        {"json": json, "csv": csv, "plot": plot, "html": html},
+    )
+    check_lengths(phase, {"prompt": prompt, "new-tokens": new_tokens, "documents": documents})
+    if link is not None and gpus == 1 and not plans and html is None:
+        raise ValueError("--link is for several GPUs: --gpus, or --plans")
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
     if plans and (gpus > 1 or parallel != "none"):
@@ -164,18 +175,13 @@ def account(
     output = "json" if json else "csv" if csv else "table"
     asked = answers.Question(name, config, setup, convention, gpu, money, output, plot)
     if lora is not None:
-        if verify or compare or sweep or fits or plans or csv or html or plot:
-            raise ValueError("--lora shows one model, as a table or with --json")
         answers.show_lora(asked, lora, targets)
         return
     if targets is not None:
         raise ValueError("--targets needs --lora")
     if html is not None:
-        if verify or compare or sweep or fits or plans or quantize:
-            raise ValueError(
-                "--html shows one model, not quantised; it excludes --compare, --sweep, --fits, "
-                "--plans, --verify and --quantize"
-            )
+        if quantize:
+            raise ValueError("--html shows a model that is not quantised; leave --quantize out")
         answers.write_page(asked, html)
         if output == "table" and plot is None:
             return

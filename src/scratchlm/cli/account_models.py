@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from scratchlm.cli.errors import raised_on_purpose
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json
@@ -14,6 +17,57 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+# The forms in which what is asked for can be given.
+_FORMS = {
+    "verify": (),
+    "compare": ("json", "csv", "plot"),
+    "sweep": ("json", "csv", "plot"),
+    "fits": ("json", "csv"),
+    "plans": ("json", "csv"),
+    "lora": ("json",),
+}
+_GENERATION = ("generation", "generation-no-cache")
+_PHASES = {
+    "prompt": ("prefill", *_GENERATION),
+    "new-tokens": _GENERATION,
+    "documents": ("forward", "training"),
+}
+# What the library calls an argument, where an option has another name.
+_OPTIONS = {"precision": "dtype", "rank": "lora"}
+_NAMES = "phase batch context prompt cache new_tokens documents convention optimizer checkpointing"
+_NAMES += " attention loss gpus parallel tp micro_batches link mfu price quantize targets"
+
+
+def check_views(views: Mapping[str, object], forms: Mapping[str, object]) -> None:
+    """Refuse two things to show at once, and one in a form that it does not have."""
+    asked = [name for name, value in views.items() if value]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} exclude each other")
+    for view in asked:
+        for form, value in forms.items():
+            if value and form not in _FORMS[view]:
+                raise ValueError(f"--{form} has no effect beside --{view}")
+
+
+def check_lengths(phase: str, lengths: Mapping[str, object]) -> None:
+    """Refuse lengths that have no effect on a phase."""
+    for name, value in lengths.items():
+        if value is not None and phase not in _PHASES[name]:
+            raise ValueError(f"--{name} is for --phase {' or '.join(_PHASES[name])}; got {phase}")
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Call the arguments of the library in an error what the command line calls them."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        first = str(error).partition(" ")[0]
+        if first not in (*_OPTIONS, *_NAMES.split()) or not raised_on_purpose(error):
+            raise
+        option = "--" + _OPTIONS.get(first, first).replace("_", "-")
+        raise type(error)(re.sub(rf"\b{first}(?= |=)", option, str(error))) from None
 
 
 def find_model(name: str) -> ModelConfig:
