@@ -81,6 +81,13 @@ def test_groups_name_what_exists_and_every_command():
             assert any(member in names for member in members)
 
 
+def test_every_command_that_takes_something_has_examples():
+    for path, command in ALL.items():
+        takes = {param.name for param in command.params} - {"help", "as_json"}
+        if takes and not hasattr(command, "commands"):
+            assert EXAMPLES.get(" ".join(path)), path
+
+
 def test_no_example_is_given_twice():
     for lines in EXAMPLES.values():
         assert len(set(lines)) == len(lines), lines
@@ -121,10 +128,17 @@ def run_cli(*arguments, **environment):
 
 
 def test_config_lists_every_key_within_80_columns():
-    for option, keys in (("--train", train_keys()), ("--data", data_keys())):
+    lists = {"--train": train_keys(), "--model": model_keys(), "--data": data_keys()}
+    for option, keys in lists.items():
         text = CliRunner().invoke(app, ["config", option], env={"COLUMNS": "80"}).stdout
         assert max(map(len, text.splitlines())) <= 80
         assert [key.name for key in keys] == re.findall(r"(?m)^\w+\.\S+", text)
+        assert "…" not in text
+        for key in keys:
+            assert f"{key.meaning} ({key.kind}, {key.default})" in " ".join(text.split())
+    kinds = {key.name: key.kind for key in model_keys()}
+    assert kinds["model.ffn.activation"] == "text"
+    assert kinds["model.ffn"] == kinds["model.positions.scaling"] == "table"
 
 
 def test_the_page_of_settings_is_what_the_code_says():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scratchlm.cli.terminal import write_output
+from scratchlm.cli.terminal import say, write_output
 
 
 def register(app: typer.Typer) -> None:
@@ -89,16 +89,10 @@ def config(
 
 
 def _print_keys(train: bool, model: bool, data: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    from scratchlm.cli.help import two_columns
     from scratchlm.cli.settings_help import data_keys, model_keys, train_keys
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("key", "type", "default", "meaning"):
-        table.add_column(title, no_wrap=title in ("key", "default"))
     wanted = ((train, train_keys), (model, model_keys), (data, data_keys))
-    for key in [key for asked, keys in wanted if asked for key in keys()]:
-        name = key.name.replace("model.positions.scaling.", "….scaling.")
-        table.add_row(name, key.kind, key.default, key.meaning)
-    Console(width=max(80, Console().width), highlight=False).print(table)
+    found = [key for asked, keys in wanted if asked for key in keys()]
+    rows = [(key.name, f"{key.meaning} ({key.kind}, {key.default})") for key in found]
+    say("\n".join(two_columns([("key", "meaning (type, default)"), *rows], indent=0)))

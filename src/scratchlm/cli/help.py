@@ -87,6 +87,7 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
     },
 }
 EXAMPLES: dict[str, Sequence[str]] = {
+    "demo": ("scratchlm demo --out runs/demo",),
     "train": (
         "scratchlm train my.txt --out runs/mine",
         "scratchlm train my.txt --out runs/mine --resume",
@@ -122,6 +123,18 @@ EXAMPLES: dict[str, Sequence[str]] = {
         'scratchlm next runs/mine --prompt "The cat sat on the"',
         'scratchlm next runs/mine --prompt "The cat sat on the" --attention 0.1',
     ),
+    "inspect": (
+        'scratchlm inspect runs/mine -p "The cat sat on the" --lens',
+        'scratchlm inspect runs/mine -p "The cat sat" --attention 0.1 --html page.html',
+        'scratchlm inspect runs/mine -p "The cat sat on the" --attribute " mat"',
+        'scratchlm inspect runs/mine -p "The cat" --ablate layers.1.attn.heads:3',
+    ),
+    "check": (
+        "scratchlm check --init my_ops.py",
+        "scratchlm check my_ops.py softmax attention --hint",
+        "scratchlm check my_ops.py --train",
+    ),
+    "explain": ("scratchlm explain gpt2 --batch 8", "scratchlm explain runs/mine --no-training"),
     "serve": (
         "scratchlm serve runs/mine",
         "scratchlm serve path/to/Qwen3-0.6B --port 9000 --max-rows 16",
@@ -148,6 +161,8 @@ EXAMPLES: dict[str, Sequence[str]] = {
     ),
     "merge": ("scratchlm merge runs/tuned merged",),
     "tokenizer train": ("scratchlm tokenizer train corpus.txt --vocab-size 8192 --out tok",),
+    "tokenizer encode": ('scratchlm tokenizer encode --tokenizer tok "Hello, wörld!"',),
+    "tokenizer decode": ("scratchlm tokenizer decode --tokenizer tok 72 101 108",),
     "tokenizer show": ('scratchlm tokenizer show --tokenizer tok "Hello, wörld!"',),
 }
 
@@ -211,16 +226,22 @@ def _command_help(command: Any, ctx: Any) -> list[str]:
 
 
 def _section(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    lines = two_columns(rows, indent=2)
+    return [f"{title}:", *lines, ""] if lines else []
+
+
+def two_columns(rows: Iterable[tuple[str, str]], indent: int) -> list[str]:
+    """Write names with what they are; a long name has a line for itself."""
     lines: list[str] = []
-    room = _columns() - WIDTH - 2
+    room = _columns() - WIDTH - indent
     for name, text in rows:
         wrapped = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
         if len(name) > WIDTH - 2:
-            lines.append(f"  {name}")
+            lines.append(" " * indent + name)
         else:
-            lines.append(f"  {name:<{WIDTH}}{wrapped.pop(0)}".rstrip())
-        lines += [" " * (WIDTH + 2) + line for line in wrapped]
-    return [f"{title}:", *lines, ""] if lines else []
+            lines.append(f"{'':<{indent}}{name:<{WIDTH}}{wrapped.pop(0)}".rstrip())
+        lines += [" " * (WIDTH + indent) + line for line in wrapped]
+    return lines
 
 
 def _columns() -> int:

@@ -33,6 +33,7 @@ MEANINGS = {
     "model.d_model": "width of the residual stream",
     "model.num_layers": "Transformer blocks",
     "model.num_heads": "query heads",
+    "model.rope_theta": "the same as model.positions.theta",
     "model.positions": "a table: type rotary, learned, sinusoidal or none",
     "model.ffn": "a table: type swiglu, mlp or moe",
     "model.norm": "a table: type rmsnorm, layernorm or none",
@@ -139,6 +140,8 @@ def _kind(annotation: str) -> str:
         return "two numbers"
     if first == "Path":
         return "file"
+    if first == "Activation":  # names too
+        return "text"
     return words.get(first, "table" if first[:1].isupper() else first)
 
 
