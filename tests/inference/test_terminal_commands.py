@@ -47,10 +47,13 @@ def test_chat_exits_at_once(chat_run):
 
 def test_chat_saves_the_conversation_and_leaves_a_file_alone(chat_run, tmp_path):
     out = tmp_path / "talk.jsonl"
-    done = talk(chat_run, "/system be brief", "hi", f"/save {out}", f"/save {out}", "/save")
+    done = talk(
+        chat_run, "/system be brief", "hi", f"/save {out}", f"/save {out}", "/save", "/save no/x"
+    )
     assert f"(wrote 3 messages to {out})" in done.stderr
     assert f"error: {out}: exists already and is not overwritten" in done.stderr
     assert "where to? /save FILE" in done.stderr
+    assert "error: no/x: No such file or directory" in done.stderr
     saved = [json.loads(line) for line in out.read_text().splitlines()]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
     assert saved[0]["text"] == "be brief"
@@ -97,6 +100,10 @@ def test_a_head_that_is_not_there_is_refused(chat_run, where):
         (("--beam", 2, "--seed", 1), "--beam searches, it does not sample"),
         (("--beam", 2, "--stop", "x"), "--stop has no effect with --beam"),
         (("--length-penalty", 2), "--length-penalty needs --beam"),
+        (("--beam", 2, "--no-cache"), "--no-cache has no effect with --beam"),
+        (("--beam", 2, "--past-context", "slide"), "--past-context has no effect with --beam"),
+        (("--beam", 2, "--json", "--logprobs", 2), "--logprobs has no effect with --beam"),
+        (("--beam", 2, "--num-samples", 3), "--num-samples must not exceed --beam 2; got 3"),
     ],
 )
 def test_options_without_effect_are_refused(chat_run, given, message):

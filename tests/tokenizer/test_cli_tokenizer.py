@@ -89,6 +89,7 @@ def test_running_out_of_pairs_is_reported(tmp_path):
         (["text.txt", "--vocab-size", 256, "--special", "<s>"], "--vocab-size must be from 257"),
         (["text.txt"], "--vocab-size is needed"),
         (["text.txt", "--char", "--vocab-size", 300], "leave --vocab-size out"),
+        (["text.txt", "--char", "--pattern", "gpt4"], "leave --pattern out"),
         (["text.txt", "--vocab-size", 300, "--pattern", "gpt9"], "--pattern must be one of"),
         (["text.txt", "--vocab-size", 300, "--special", ""], "must not be empty"),
     ],

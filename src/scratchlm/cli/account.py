@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-from scratchlm.cli.account_models import check_lengths, check_views, named_as_options
+from scratchlm.cli.errors import named_as_options
+
+# Arguments of the library that an error may name first.
+NAMES = "phase batch context prompt cache new_tokens documents convention optimizer checkpointing"
+NAMES += " attention loss gpus parallel tp micro_batches link mfu price quantize targets"
 
 
 def register(app: typer.Typer) -> None:
@@ -15,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command("account")(account)
 
 
-@named_as_options()
+@named_as_options(*NAMES.split(), precision="dtype", rank="lora")
 def account(
     models: Annotated[
         list[str] | None,
@@ -116,6 +120,8 @@ def account(
     from scratchlm.accounting import CONVENTIONS, Execution, Setup
     from scratchlm.cli import account_answers as answers
     from scratchlm.cli.account_models import (
+        check_lengths,
+        check_views,
         find_model,
         parse_count,
         parse_lengths,

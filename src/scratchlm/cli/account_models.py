@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from scratchlm.cli.errors import raised_on_purpose
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json
@@ -33,10 +31,6 @@ _PHASES = {
     "new-tokens": _GENERATION,
     "documents": ("forward", "training"),
 }
-# What the library calls an argument, where an option has another name.
-_OPTIONS = {"precision": "dtype", "rank": "lora"}
-_NAMES = "phase batch context prompt cache new_tokens documents convention optimizer checkpointing"
-_NAMES += " attention loss gpus parallel tp micro_batches link mfu price quantize targets"
 
 
 def check_views(views: Mapping[str, object], forms: Mapping[str, object]) -> None:
@@ -55,19 +49,6 @@ def check_lengths(phase: str, lengths: Mapping[str, object]) -> None:
     for name, value in lengths.items():
         if value is not None and phase not in _PHASES[name]:
             raise ValueError(f"--{name} is for --phase {' or '.join(_PHASES[name])}; got {phase}")
-
-
-@contextmanager
-def named_as_options() -> Iterator[None]:
-    """Call the arguments of the library in an error what the command line calls them."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        first = str(error).partition(" ")[0]
-        if first not in (*_OPTIONS, *_NAMES.split()) or not raised_on_purpose(error):
-            raise
-        option = "--" + _OPTIONS.get(first, first).replace("_", "-")
-        raise type(error)(re.sub(rf"\b{first}(?= |=)", option, str(error))) from None
 
 
 def find_model(name: str) -> ModelConfig:

@@ -47,10 +47,13 @@ def check(
     train: Annotated[
         bool, typer.Option("--train", help="Train with your functions, beside the definitions.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=2, help="With --train: updates to make.")] = 200,
-    out: Annotated[Path, typer.Option(help="With --train: the folder to write.")] = Path(
-        "runs/check"
-    ),
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="With --train: updates to make.", show_default="200")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --train: the folder to write.", show_default="runs/check"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     adapters: Annotated[
         Path | None, typer.Option(help="The CS336 course's adapters.py, as it is.")
@@ -68,6 +71,9 @@ def check(
     everything asked for is right; 1: something is wrong or not written yet.
     """
     _refuse_together(watch=watch, train=train, json=as_json, init=init)
+    for option, value in (("--steps", steps), ("--out", out)):
+        if value is not None and not train:
+            raise ValueError(f"{option} is for --train")
     path = _path(file, adapters, init)
     if init:
         _write_stubs(path)
@@ -94,7 +100,10 @@ def check(
     if train:
         from scratchlm.cli.check_training import train_both
 
-        status = train_both(checker.path, verdicts, steps, out, adapters is not None, time_limit)
+        place, updates = out or Path("runs/check"), steps or 200
+        status = train_both(
+            checker.path, verdicts, updates, place, adapters is not None, time_limit
+        )
     if status:
         raise typer.Exit(status)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from opcode import opmap
 
 from scratchlm.cli.terminal import visible
@@ -93,6 +95,19 @@ def in_words_of_the_command_line(text: str) -> str:
     for pattern, option in _OPTIONS.items():
         text = re.sub(pattern, option, text)
     return text
+
+
+@contextmanager
+def named_as_options(*names: str, **others: str) -> Iterator[None]:
+    """Call what an error names first as the option is called: --new-tokens, not new_tokens."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        name = str(error).partition(" ")[0]
+        if name not in (*names, *others) or not raised_on_purpose(error):
+            raise
+        option = "--" + others.get(name, name).replace("_", "-")
+        raise type(error)(re.sub(rf"\b{name}(?= |=)", option, str(error))) from None
 
 
 def fold(text: str) -> str:

@@ -40,7 +40,9 @@ def evaluate(
             help="Tokens in a sequence of held-out text.", show_default="the model's, ≤ 1024"
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences of held-out text at a time.")] = 8,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences of held-out text at a time.", show_default="8")
+    ] = None,
     lm_eval: Annotated[
         list[str] | None,
         typer.Option(help="A task of lm-evaluation-harness, by name; may be repeated."),
@@ -74,16 +76,18 @@ def evaluate(
     from scratchlm.cli import evaluation_output as output
     from scratchlm.cli import evaluation_run as running
 
-    if batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1; got {batch_size}")
-    if context_length is not None and context_length < 1:
-        raise ValueError(f"--context-length must be at least 1; got {context_length}")
     output.check_places(plot, "--plot", cases)
-    models, tasks = running.split_arguments(model, data or [])
+    models, names = running.split_arguments(model, data or [])
+    tasks = [running.open_task(name) for name in names]
+    for option, value in (("--batch-size", batch_size), ("--context-length", context_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1; got {value}")
+        if value is not None and not any(isinstance(task, str) for task in tasks):
+            raise ValueError(f"{option} is for held-out text; none was given")
     wanted = running.Wanted(
-        tasks=[running.open_task(task) for task in tasks],
+        tasks=tasks,
         context_length=context_length,
-        batch_size=batch_size,
+        batch_size=batch_size or 8,
         harness=running.harness_tasks(
             lm_eval, include_path, num_fewshot, limit, chat_template, bool(tasks)
         ),

@@ -101,7 +101,7 @@ def generate(
     accelerate: Accelerate = True,
 ) -> None:
     """Continue a text. An empty prompt begins a new document."""
-    from scratchlm.inference import beam_search, stream
+    from scratchlm.inference import Sampling, beam_search, stream
 
     sampling = make_sampling(
         temperature=temperature,
@@ -116,11 +116,14 @@ def generate(
     )
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs needs --json")
-    check_beam(beam, sampling, seed, stop, length_penalty)
-    if beam is not None and (draft is not None or speculate is not None):
-        raise ValueError("--draft and --speculate have no effect with --beam")
-    if beam is not None and kv_cache is not None:
-        raise ValueError("--kv-cache has no effect with --beam")
+    if beam is None and length_penalty != 1.0:
+        raise ValueError("--length-penalty needs --beam")
+    if beam is not None:
+        sampled = sampling != Sampling() or seed is not None
+        others: dict[str, object] = {"--stop": stop, "--draft": draft, "--speculate": speculate}
+        others |= {"--kv-cache": kv_cache, "--logprobs": logprobs is not None}
+        others |= {"--no-cache": not cache, "--past-context": past_context != "error"}
+        check_beam(beam, num_samples, sampled, others)
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
@@ -170,24 +173,15 @@ def _draft(name: str, loaded: Loaded, device: str, dtype: str) -> TransformerLM:
     return draft.model
 
 
-def check_beam(
-    beam: int | None,
-    sampling: Sampling,
-    seed: int | None,
-    stop: list[str] | None,
-    length_penalty: float,
-) -> None:
-    """Refuse options that have no effect with a search, or without one."""
-    from scratchlm.inference import Sampling
-
-    if beam is None:
-        if length_penalty != 1.0:
-            raise ValueError("--length-penalty needs --beam")
-        return
-    if sampling != Sampling() or seed is not None:
+def check_beam(beam: int, num_samples: int, sampled: bool, others: dict[str, object]) -> None:
+    """Refuse options that have no effect with a search."""
+    if sampled:
         raise ValueError("--beam searches, it does not sample: leave the sampling options out")
-    if stop:
-        raise ValueError("--stop has no effect with --beam")
+    for option, given in others.items():
+        if given:
+            raise ValueError(f"{option} has no effect with --beam")
+    if num_samples > max(beam, 1):  # the search itself refuses a beam below 1
+        raise ValueError(f"--num-samples must not exceed --beam {beam}; got {num_samples}")
 
 
 def next_(

@@ -179,8 +179,6 @@ def export(
         write = partial(_export_gguf, out=out, dtype=dtype, quantize=quantize)
     elif quantize is not None:
         raise ValueError("--quantize is for GGUF files: OUT must end in .gguf")
-    elif adapter:
-        write = partial(_export_adapter, out=out, dtype=dtype)
     else:
         write = partial(_export_hf, hf_dir=out, dtype=dtype, max_shard_gb=max_shard_gb or 5.0)
     if is_checkpoint(model):

@@ -64,8 +64,13 @@ def train(
         typer.Option("--special", help="A special token; repeat the option for more."),
     ] = None,
     pattern: Annotated[
-        str, typer.Option("--pattern", help="How text falls into words: gpt2, gpt4, llama3, qwen2.")
-    ] = "gpt2",
+        str | None,
+        typer.Option(
+            "--pattern",
+            help="How text falls into words: gpt2, gpt4, llama3, qwen2.",
+            show_default="gpt2",
+        ),
+    ] = None,
     char: Annotated[
         bool, typer.Option("--char", help="One id per character instead of merges.")
     ] = False,
@@ -80,11 +85,14 @@ def train(
     if char:
         if vocab_size is not None:
             raise ValueError("--char takes every character there is; leave --vocab-size out")
+        if pattern is not None:
+            raise ValueError("--char needs no words; leave --pattern out")
         pieces = (piece for file in files for piece in read_text(file))
         tokenizer = CharTokenizer.of_text(pieces, special)
     else:
         if vocab_size is None:
             raise ValueError("--vocab-size is needed (or --char)")
+        pattern = pattern or "gpt2"
         if pattern not in PATTERNS:
             raise ValueError(f"--pattern must be one of {', '.join(PATTERNS)}; got {pattern!r}")
         stages: set[str] = set()
