@@ -247,6 +247,8 @@ EARLY = {
     "heads": (("model.d_model=64", "model.num_heads=5"), "d_model must be divisible by num_heads"),
     "heads alone": (("model.num_heads=37",), "d_model must be divisible by num_heads"),
     "model key": (("model.d_modle=64",), "d_modle; did you mean 'd_model'?"),
+    "kind's name": (("model.ffn.typ=moe",), "unknown config key: ffn.typ; did you mean 'type'?"),
+    "data key": (("data.trian=x.bin",), "unknown config key: data.trian; did you mean 'train'?"),
     "part's key": (("model.norm.epss=1",), "norm.epss; did you mean 'eps'?"),
     "train key": (("train.learning_rat=1",), "unknown config key: train.learning_rat"),
     "misspelt": (("train.warmup_step=1",), "did you mean 'warmup_steps'?"),

@@ -6,6 +6,8 @@ command, so that `scratchlm --help` answers at once.
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 import warnings
 from difflib import get_close_matches
@@ -145,9 +147,30 @@ def _explain(error: Any) -> None:
     message = error.format_message()
     if type(error).__name__ == "NoSuchOption":  # click takes anything for near
         message = f"No such option: {error.option_name}{_meant(error, command)}"
-    message = fold(message).rstrip(".")
+    message = fold(_expected(error, message)).rstrip(".")
     see = " See" if message.endswith("?") else "; see"
     say(f"error: {message}{see} {command} --help", err=True)
+
+
+# What Typer's checks say, and what was expected in plain words.
+_EXPECTED = {
+    r"Input should be a valid integer.*": "must be a whole number",
+    r"Input should be a valid number.*": "must be a number",
+    r"Input should be greater than or equal to": "must be at least",
+    r"Input should be less than or equal to": "must be at most",
+}
+
+
+def _expected(error: Any, message: str) -> str:
+    """Say what an option must be, and what was typed."""
+    option, _, says = message.removeprefix("Invalid value for ").partition(": ")
+    for pattern, words in _EXPECTED.items():
+        if re.match(pattern, says):
+            typed = [word for given in sys.argv for word in given.split("=", 1)]
+            pairs = itertools.pairwise(typed)
+            got = [f"; got {value!r}" for name, value in pairs if name in error.param.opts]
+            return option.strip("'") + " " + re.sub(pattern, words, says) + "".join(got[-1:])
+    return message.replace(": Value error, ", ": ")
 
 
 def _meant(error: Any, command: str) -> str:

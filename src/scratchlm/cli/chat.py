@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption
+from scratchlm.cli.errors import one_line
 from scratchlm.cli.generate import (
     Accelerate,
     Device,
@@ -92,7 +93,7 @@ def chat(
             ValueError,
             ScratchLMError,
         ) as error:  # a message that does not fit: report it and continue
-            say(f"error: {error}", err=True)
+            say(f"error: {one_line(error)}", err=True)
 
 
 CHAT_COMMANDS = {
@@ -144,7 +145,7 @@ def _save_chat(name: str, messages: list[Message]) -> None:
     try:
         write_atomically(Path(name), "".join(lines).encode())
     except (OSError, ScratchLMError) as error:
-        say(f"error: {error}", err=True)
+        say(f"error: {one_line(error)}", err=True)
         return
     count = "1 message" if len(messages) == 1 else f"{len(messages)} messages"
     say(f"(wrote {count} to {name})", err=True)

@@ -13,7 +13,7 @@ from scratchlm.config import ModelConfig
 from scratchlm.data.token_file import read_sidecar, token_paths
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory
-from scratchlm.training import has_run
+from scratchlm.training import DataFiles, has_run
 
 if TYPE_CHECKING:
     from scratchlm.cli.training_setup import TrainArgs
@@ -97,6 +97,7 @@ def check_model(
 
 def check_data(args: TrainArgs, table: dict[str, Any], is_text: bool) -> None:
     """Refuse options for the data that could not take effect."""
+    DataFiles.check_keys(table)
     if args.data and table:
         raise ValueError(f"give the data as DATA or by data.{next(iter(table))}, not by both")
     if args.val is not None and args.val_fraction is not None:
@@ -144,6 +145,7 @@ def check_same_data(args: TrainArgs, table: dict[str, Any], plan: Plan, say: Say
     """Refuse data options that contradict those a run was begun with; name those not looked at."""
     if args.data:
         say(f"going on with the run's own data, {plan.data.train.parent}")
+    DataFiles.check_keys(table)
     for name, path in table.items():
         if Path(path).absolute() != getattr(plan.data, name, None):
             raise ValueError(f"data.{name} cannot change in a run that was begun")

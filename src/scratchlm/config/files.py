@@ -132,7 +132,8 @@ _T = TypeVar("_T")
 
 def _build(cls: type[_T], values: dict[str, Any], prefix: str) -> _T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    check_keys(values, fields, prefix)
+    kinds = ["type"] * (cls in _TYPE_NAMES and cls is not Attention)
+    check_keys(values, [*fields, *kinds], prefix)
     missing = [
         prefix + name
         for name, field in fields.items()

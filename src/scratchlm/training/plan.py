@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,15 @@ class DataFiles:
         paths = {"train": self.train, "val": self.val, "tokenizer": self.tokenizer}
         return {name: _written(path, run) for name, path in paths.items() if path is not None}
 
+    @staticmethod
+    def check_keys(values: dict[str, Any]) -> None:
+        """Refuse a key that there is not."""
+        check_keys(values, [field.name for field in fields(DataFiles)], "data.")
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], run: Path) -> DataFiles:
         """Read what `to_dict` wrote."""
-        check_keys(values, ("train", "val", "tokenizer"), "data.")
+        cls.check_keys(values)
         if "train" not in values:
             raise ValueError("no data.train")
         return cls(**{name: run / path for name, path in values.items()})
