@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -109,7 +110,7 @@ def test_a_run_leaves_an_adapter_and_learns(tuned, base):
     assert all(".lora_A." in name or ".lora_B." in name for name in tensors)
     record = verify_checkpoint(last)["metadata"]["adapter"]
     assert record["base"] == str(base.absolute())
-    assert (tuned / "report.html").is_file()
+    assert re.search(r"[\d,]+ examples; [\d.]+ epochs", (tuned / "report.html").read_text())
     assert read_plan(tuned).tuning.lora == LoRA()
 
 

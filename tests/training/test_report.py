@@ -4,14 +4,17 @@ import io
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import image
 
 import chromium
 from scratchlm.cli.attention_picture import draw_attention
+from scratchlm.data import write_token_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import DataFiles, Plan, Section, read_metrics, run_plan, write_report
+from scratchlm.training.plan import epochs
 from scratchlm.training.plots import Curves, draw_run
 from scratchlm.training.report import duration, picture_html, table
 from training.tiny import MODEL, SETTINGS, write_data
@@ -99,6 +102,21 @@ def test_a_report_says_how_the_run_was_made(run):
     assert re.search(r"\d+ cores, \d+ threads", text)
     assert "prefers-color-scheme: dark" in page
     assert '<source media="(max-width: 600px)"' in page
+
+
+def test_epochs_are_those_that_were_read(tmp_path):
+    """By a run that ended early; of documents with a row each, not of their padding."""
+    ids = np.array([3, 4, 11] * 50)
+    known = {"vocab_size": 12, "tokenizer": "t", "end_of_text": 11, "documents": 50}
+    write_token_file(tmp_path / "train", ids, **known)
+    settings = replace(SETTINGS, steps=100, rows="documents", eval_every=1, patience=1, lr=0.0)
+    files = DataFiles(tmp_path / "train.bin", tmp_path / "train.bin")
+    plan = Plan(MODEL, settings, files)
+    assert epochs(plan) == 100 * 4 / 50
+    run_plan(tmp_path / "run", plan)
+    steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line][-1]
+    assert steps < 100, "it did not end early: it shows nothing"
+    assert f"150 tokens; {steps * 4 / 50:.3g} epochs" in write_report(tmp_path / "run").read_text()
 
 
 # Words that lie on two lines though a line has room for them, at a hyphen or elsewhere.

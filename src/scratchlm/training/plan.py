@@ -78,6 +78,22 @@ class Plan:
     tuning: Tuning | None = None  # of a run of fine-tuning
 
 
+def epochs(plan: Plan, steps: int | None = None) -> float:
+    """Return how often a run reads its data, or has read it after some of its steps."""
+    settings, count = plan.train, read_sidecar(plan.data.train) if plan.tuning is None else None
+    rows = (settings.steps if steps is None else steps) * settings.batch_size
+    if count is not None and settings.rows == "documents" and count.documents:
+        return rows / count.documents
+    if count is not None:
+        return rows * settings.row_tokens(plan.model) / max(1, count.count)
+    assert plan.tuning is not None
+    examples = read_examples(plan.data.train)
+    if plan.tuning.preference is not None:
+        return rows / len(examples)
+    length = settings.row_tokens(plan.model)
+    return rows / len(Rows(examples, length, packed=plan.tuning.packed).rows)
+
+
 def plan_tables(run: Path, plan: Plan) -> dict[str, Any]:
     """Write a plan as plain values."""
     return {
@@ -125,15 +141,3 @@ def read_plan(run: str | os.PathLike[str]) -> Plan:
 def has_run(directory: str | os.PathLike[str]) -> bool:
     """Say whether a directory holds a run that was begun."""
     return (Path(directory) / NAME).exists() or bool(find_checkpoints(directory))
-
-
-def epochs(plan: Plan) -> float:
-    """Return how often a run reads its data."""
-    if plan.tuning is not None:
-        examples = read_examples(plan.data.train)
-        length, packed = plan.train.row_tokens(plan.model), plan.tuning.packed
-        rows = len(examples) if plan.tuning.preference else None
-        rows = rows or len(Rows(examples, length, packed=packed).rows)
-        return plan.train.steps * plan.train.batch_size / rows
-    tokens = plan.train.steps * plan.train.tokens_per_step(plan.model)
-    return tokens / max(1, read_sidecar(plan.data.train).count)

@@ -25,12 +25,13 @@ from scratchlm.accounting import (
     memory,
 )
 from scratchlm.checkpoint import best_step, find_checkpoints, read_manifest, step_of, tensor_shapes
+from scratchlm.data.examples import read_examples
 from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.metrics import read_metrics
 from scratchlm.training.plan import NAME as CONFIG_NAME
-from scratchlm.training.plan import Plan, read_plan
+from scratchlm.training.plan import Plan, epochs, read_plan
 from scratchlm.training.plots import draw_run, draw_tasks, task_curves
 from scratchlm.training.throughput import CONVENTION, make_throughput
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_text
@@ -61,6 +62,7 @@ def write_report(
     plan, records = read_plan(run), read_metrics(run)
     if not any("loss" in record for record in records):
         raise ScratchLMError(f"{run}: no step has been made yet; there is nothing to report")
+    steps = [record["step"] for record in records if "loss" in record][-1]
     picture, narrow = draw_run(records, floor), draw_run(records, floor, narrow=True)
     all_sections = [
         Section("In short", _summary(records, floor)),
@@ -72,7 +74,7 @@ def write_report(
         *sections,
         Section("What it wrote, as training went on", _samples(records)),
         Section("The accounting beside what was measured", _accounting(run, plan, records)),
-        Section("How it was made", table(("", ""), _origin(run, plan, command))),
+        Section("How it was made", table(("", ""), _origin(run, plan, steps, command))),
         Section(
             "Config", f"<pre>{html.escape(read_text(run / CONFIG_NAME, MAX_CONFIG_BYTES))}</pre>"
         ),
@@ -143,15 +145,17 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
     )
 
 
-def _origin(run: Path, plan: Plan, command: str | None) -> list[tuple[str, str]]:
+def _origin(run: Path, plan: Plan, steps: int, command: str | None) -> list[tuple[str, str]]:
     """Return the command, the data in epochs, the best step, the machine and the versions."""
     rows = [("command", command)] if command else []
     if plan.start is not None:
         rows.append(("started from", str(plan.start)))
     with contextlib.suppress(ScratchLMError, OSError):
-        count = read_sidecar(plan.data.train).count
-        seen = plan.train.steps * plan.train.tokens_per_step(plan.model)
-        rows.append(("data", f"{count:,} tokens; {seen / max(1, count):.3g} epochs"))
+        read = f"{epochs(plan, steps):.3g} epochs"
+        if plan.tuning is None:
+            rows.append(("data", f"{read_sidecar(plan.data.train).count:,} tokens; {read}"))
+        else:
+            rows.append(("data", f"{len(read_examples(plan.data.train)):,} examples; {read}"))
     found = find_checkpoints(run)
     if found:
         best, last = best_step(found[-1]), step_of(found[-1])
