@@ -262,6 +262,8 @@ EARLY = {
     "all held out": (("--val-fraction", "1"), "--val-fraction must be in [0, 1); got 1.0"),
     "small vocabulary": (("--vocab-size", "256"), "--vocab-size must be at least 257"),
     "tasks": (("train.tasks=x.jsonl",), "x.jsonl: no such file"),
+    "no task": ((f"train.tasks={__file__}",), "test_cli_first_steps.py: "),
+    "field": (("--field", "story"), "--field is for JSON Lines and Parquet; the data is plain"),
     "section": (("trian.lr=1",), "trian.lr=1: no such file; a change to the config begins with"),
     "no section": (("lr=1",), "lr=1: no such file; a change to the config begins with"),
     "steps twice": (("--steps", "3", "train.steps=4"), "give --steps or train.steps, not both"),

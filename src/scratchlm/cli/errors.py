@@ -86,6 +86,10 @@ _OPTIONS = {
     r"\btemperature(?= must|=)": "--temperature",
     r"^vocab_size must be from": "--vocab-size must be from",
     r"^ablation must": "--ablation must",
+    r"\buse split 'tail' or": "use `prepare --split tail` or",
+    r"\bval_fraction\b": "--val-fraction",
+    r"\blogit_bias\b": "--logit-bias",
+    r"^end_of_text\b": "--end-of-text",
     r"\b(repetition|presence|frequency)_penalty\b": r"--\1-penalty",
 }
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.errors import named_as_options
+
 if TYPE_CHECKING:
     from scratchlm.cli.training_run import Figures
     from scratchlm.cli.tuning_setup import TuneArgs
@@ -19,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command("finetune")(finetune)
 
 
+@named_as_options("rank", "alpha", "dropout", "targets", "quantize", "preference", "beta")
 def finetune(
     model: Annotated[
         Path | None,

@@ -33,8 +33,12 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="The folder to write train.bin and val.bin into.")],
     field: Annotated[
-        str, typer.Option(help="Which field of JSON Lines, or column of Parquet, holds the text.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            help="Which field of JSON Lines, or column of Parquet, holds the text.",
+            show_default="text",
+        ),
+    ] = None,
     val_fraction: Annotated[
         float, typer.Option(help="How much to keep for validation; 0 writes no val.bin.")
     ] = 0.1,
@@ -70,8 +74,11 @@ def prepare(
     """
     from rich.console import Console
 
+    from scratchlm.cli.training_checks import check_source_options
     from scratchlm.data import prepare as run
+    from scratchlm.data.sources import find_sources
 
+    check_source_options(find_sources(files, format), field, separator)
     console = Console(stderr=True)
     try:
         with _Bars(console) as bars:
@@ -83,7 +90,7 @@ def prepare(
                 split=split,
                 separator=separator,
                 end_of_text=end_of_text,
-                field=field,
+                field=field or "text",
                 format=format,
                 workers=workers,
                 overwrite=overwrite,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from scratchlm.checkpoint import is_checkpoint
 from scratchlm.config import ModelConfig
+from scratchlm.data.sources import Source, find_sources
 from scratchlm.data.token_file import read_sidecar, token_paths
 from scratchlm.errors import ScratchLMError
+from scratchlm.evaluation import read_task
 from scratchlm.interop import is_hf_directory
 from scratchlm.training import DataFiles, has_run
 
@@ -130,6 +132,17 @@ def check_data(args: TrainArgs, table: dict[str, Any], is_text: bool) -> None:
             f"--vocab-size is for a tokenizer that is learnt; --tokenizer {args.tokenizer} has its "
             "own vocabulary"
         )
+    if is_text and (args.text_field is not None or args.separator is not None):
+        check_source_options(find_sources(args.data), args.text_field, args.separator)
+
+
+def check_source_options(sources: list[Source], field: str | None, separator: str | None) -> None:
+    """Refuse options for another kind of files than those that are given."""
+    kinds = {source.kind for source in sources}
+    if field is not None and kinds == {"text"}:
+        raise ValueError("--field is for JSON Lines and Parquet; the data is plain text")
+    if separator is not None and "text" not in kinds:
+        raise ValueError("--separator is for text files; JSON Lines and Parquet hold documents")
 
 
 def check_val(path: Path | None, fingerprint: str) -> None:
@@ -188,10 +201,11 @@ def _check_same_tokenizer(name: str, plan: Plan) -> None:
 
 
 def check_tasks(tasks: Any) -> None:
-    """Refuse tasks whose files are not there."""
+    """Refuse tasks whose files are not there, or hold something else."""
     for name in tasks.split(",") if isinstance(tasks, str) and tasks else ():
         if not Path(name).is_file():
             raise ScratchLMError(f"train.tasks: {name}: no such file")
+        read_task(name)
 
 
 def name_unused(typed: dict[str, Any], plan: Plan, ranks: Ranks | None, say: Say) -> None:
