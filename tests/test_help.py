@@ -73,6 +73,22 @@ def test_options_of_the_large_commands_are_in_groups():
             assert options <= grouped, f"{path}: {options - grouped}"
 
 
+# These read no weights, or start a run, which is told what it starts from.
+NO_CHOICE = {"account", "explain", "compare", "train", "finetune"}
+
+
+def test_every_command_that_takes_a_run_lets_one_choose_its_checkpoint():
+    seen = set()
+    for (name, *_), command in ALL.items():
+        texts = [getattr(param, "help", None) or "" for param in command.params]
+        takes_run = any(re.search(r"\brun\b", text) for text in texts)
+        is_model = {"model", "models", "runs"} & {param.name for param in command.params}
+        if is_model and takes_run and name not in NO_CHOICE:
+            seen.add(name)
+            assert "checkpoint" in {param.name for param in command.params}, name
+    assert len(seen) == 10
+
+
 def test_groups_name_what_exists_and_every_command():
     assert {name for names in COMMANDS.values() for name in names} == set(TOP.commands)
     for path, groups in GROUPS.items():

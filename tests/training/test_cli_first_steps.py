@@ -68,6 +68,7 @@ def test_every_command_takes_the_best_checkpoint_and_says_so(cli, tmp_path, over
     for command in (
         ("generate", run, "--prompt", "the", "--max-new-tokens", 3),
         ("next", run, "--prompt", "the"),
+        ("inspect", run, "--prompt", "the"),
         ("export", run, tmp_path / "hf"),
     ):
         code, _, err = cli(*command)
