@@ -40,6 +40,7 @@ TASKS = {
         f'{{"text": "It was {word}", "label": "{label}"}}'
         for word, label in (("fine", "good"), ("dull", "bad")) * 8
     ),
+    "my.jsonl": '{"question": "2 + 2?", "choices": ["4", "5"], "answer": 0}\n' * 3,
     "questions.jsonl": '{"question": "Who?", "context": "It was Ann.", "answer": "Ann"}\n' * 8,
 }
 # A GPU's settings are refused where there is none, by name.
@@ -84,6 +85,11 @@ def stand_ins(tmp_path, monkeypatch):
         write_hf(tmp_path / "path/to" / name, config, model.state_dict(), file)
     for name, case in TASKS.items():
         (tmp_path / name).write_text(case + "\n")
+    page = (ROOT / "docs" / "howto" / "evaluate.md").read_text(encoding="utf-8")
+    (task,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    task = task.replace("/path/to/my.jsonl}", f"{tmp_path}/my.jsonl}}, cache_dir: {tmp_path}/cache")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "my_task.yaml").write_text(task)
     config_file = tmp_path / "path/to/config.json"
     config_file.write_text((tmp_path / "path/to/Llama-3.2-1B/config.json").read_text())
     return tmp_path

@@ -79,8 +79,8 @@ COMMANDS = sorted(
     {
         line.partition("  #")[0].strip()
         for page in PAGES
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-        for line in re.findall(r"(?m)^scratchlm .*$", block)
+        for block in re.findall(r"```(?:sh|text)\n(.*?)```", page.read_text("utf-8"), re.S)
+        for line in re.findall(r"(?m)^scratchlm (?!.*COMMAND).*$", block)
     }
 )
 

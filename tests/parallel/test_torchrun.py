@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,13 @@ import pytest
 import torch
 
 from forked import ForkedCommand
+from inference.tiny import byte_tokenizer
+from scratchlm import ModelConfig, TransformerLM
 from scratchlm.checkpoint import find_checkpoints
 from scratchlm.cli import main
 from scratchlm.cli.training_run import rank_settings
+from scratchlm.config import Rotary
+from scratchlm.interop import write_hf
 from scratchlm.parallel.launch import without_gpus
 from test_architecture import SRC
 from training.tiny import write_data
@@ -41,6 +46,20 @@ def start(words, ranks=2):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
+    page = (SRC.parent.parent / "docs" / "howto" / "parallel.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```text\n(# two\.py.*?)```", page, re.S)
+    (tmp_path / "two.py").write_text(script.replace('"cuda"', '"cpu"'))
+    tokenizer, place = byte_tokenizer("<|endoftext|>"), tmp_path / "path/to/Llama-3.2-1B"
+    config = ModelConfig(tokenizer.vocab_size, 64, 16, 2, 2, positions=Rotary(layout="half"))
+    place.parent.mkdir(parents=True)
+    write_hf(place, config, TransformerLM(config).state_dict(), tokenizer.save(tmp_path / "tok"))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "two.py"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "the ranks say what they wrote"
 
 
 def ranks_of(job):
