@@ -113,6 +113,26 @@ def test_the_epochs_of_a_run_are_said_and_its_throughput_is_the_mean(cli, overtr
     assert f"{mean:,.0f}" in out
 
 
+def test_tables_of_several_runs_fit_80_columns_and_cut_nothing(
+    cli, tmp_path, overtrained, monkeypatch
+):
+    for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    run, held_out, _ = overtrained
+    other = tmp_path / "a-run-with-a-rather-long-name-that-goes-on"
+    shutil.copytree(run, other)
+    for words in (
+        ("compare", run, other, "--out", "c.png"),
+        ("evaluate", run, other, held_out),
+    ):
+        code, out, err = cli(*words)
+        assert code == 0, err
+        assert "…" not in out
+        assert other.name in out
+        assert max(map(len, out.splitlines())) <= 80
+
+
 def test_compare_writes_numbers_as_people_do(cli, tmp_path, overtrained):
     run, _, _ = overtrained
     words = ("train", run.parent / "a", "--from", run, "--out", tmp_path / "other", "--steps", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say, visible
+from scratchlm.cli.terminal import does_fit, say, visible
 
 if TYPE_CHECKING:
     from scratchlm.training import Plan
@@ -126,20 +127,17 @@ def compare(
     plans = {str(run): read_plan(run) for run in runs}
     names = [Path(name).absolute().name for name in logs]
     short = names if len(set(names)) == len(names) else list(logs)
-    table = Table("run", box=None, pad_edge=False)
-    for title in ("parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s"):
-        table.add_column(title, justify="right")
+    console = Console(width=None if Console().is_terminal else 160)
     tasks = all_tasks(logs)
-    for task in tasks:
-        table.add_column(Text(visible(task)), justify="right")
+    titles = ["parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s"]
+    rows: list[list[str]] = []
     base = next(iter(plans.values()))
     told = []
     for name, (path, records) in zip(short, logs.items(), strict=True):
         steps = [record for record in records if "loss" in record]
         held_out = [record for record in records if record.get("val_loss") is not None]
         best = min(held_out, key=lambda record: record["val_loss"], default=None)
-        table.add_row(
-            Text(visible(name)),
+        row = [
             f"{count_parameters(plans[path].model).unique:,}",
             f"{steps[-1]['step']:,}" if steps else "0",
             f"{steps[-1]['loss']:.4f}" if steps else "",
@@ -147,11 +145,31 @@ def compare(
             f"{best['step']:,}" if best else "",
             f"{mean_rate(steps[-1]):,.0f}" if steps else "",
             *(_last_figure(task_curves(records).get(task)) for task in tasks),
-        )
+        ]
+        rows.append(row)
         if differences := _differences(base, plans[path]):
             told.append(f"{name} differs from {short[0]}: {', '.join(differences)}")
-    console = Console(width=None if Console().is_terminal else 160)
-    console.print(table)
+
+    def table_of(names: Sequence[str], first: int, last: int) -> Table:
+        table = Table("run", box=None, pad_edge=False)
+        for title in [*titles, *tasks][first:last]:
+            table.add_column(Text(visible(title)), justify="right")
+        for name, row in zip(names, rows, strict=True):
+            table.add_row(Text(visible(name)), *(Text(cell) for cell in row[first:last]))
+        return table
+
+    labels, parts = short, [(0, len(titles) + len(tasks))]
+    if not does_fit(console, table_of(labels, *parts[0])):
+        titles = [title.replace(" ", "\n") for title in titles]
+    if not does_fit(console, table_of(labels, *parts[0])):  # names below, tasks on their own
+        labels = [f"{i}" for i in range(1, len(short) + 1)]
+        every = range(len(titles), len(titles) + len(tasks))
+        parts = [(0, len(titles)), *((at, at + 1) for at in every)]
+    for part in parts:
+        console.print(table_of(labels, *part))
+    for label, name in zip(labels, short, strict=True):
+        if label != name:
+            console.print(Text(f"{label}: {visible(name)}"))
     for line in told:  # whole names: a column would cut them
         console.print(Text(visible(line)))
     write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
@@ -197,4 +215,4 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 def _plain(value: object) -> str:
     """Write a value as a person would: 0.00037, not 0.00037000000000000005."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value) or "none"

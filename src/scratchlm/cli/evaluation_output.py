@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scratchlm.cli.terminal import say, visible
+from scratchlm.cli.terminal import does_fit, say, visible
 from scratchlm.durable import write_atomically
 from scratchlm.evaluation import Estimate, Result
 
@@ -87,19 +87,29 @@ def print_tables(found: Sequence[OfModel]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    def side_by_side(models: Sequence[OfModel], names: Sequence[str]) -> Table:
+        table = Table("task", "cases", "figure", box=None, pad_edge=False)
+        for name in names:
+            table.add_column(Text(visible(name)), justify="right")
+        for rows in zip(*(one.results for one in models), strict=True):
+            for i, name in enumerate(rows[0].metrics):
+                counts = rows[0].counts
+                cells = [format_estimate(row.metrics[name]) for row in rows]
+                task = visible(rows[0].task) if i == 0 else ""
+                unit = "" if "cases" in counts else " tokens"
+                count = f"{counts.get('cases', counts.get('tokens', 0)):,}{unit}" if i == 0 else ""
+                table.add_row(Text(task), count, Text(visible(name.replace("_", " "))), *cells)
+        return table
+
     console = Console(width=None if Console().is_terminal else 160)
-    table = Table("task", "cases", "figure", box=None, pad_edge=False)
-    for name in short_names(found):
-        table.add_column(Text(visible(name)), justify="right")
-    for rows in zip(*(one.results for one in found), strict=True):
-        for i, name in enumerate(rows[0].metrics):
-            counts = rows[0].counts
-            cells = [format_estimate(row.metrics[name]) for row in rows]
-            task = visible(rows[0].task) if i == 0 else ""
-            unit = "" if "cases" in counts else " tokens"
-            count = f"{counts.get('cases', counts.get('tokens', 0)):,}{unit}" if i == 0 else ""
-            table.add_row(Text(task), count, Text(visible(name.replace("_", " "))), *cells)
-    console.print(table)
+    short = short_names(found)
+    table = side_by_side(found, short)
+    if does_fit(console, table):
+        console.print(table)
+    else:  # one below the other
+        for one, name in zip(found, short, strict=True):
+            console.print(Text(visible(name)))
+            console.print(side_by_side([one], [""]))
     say("in brackets: 95 % confidence intervals")
     for one in found:
         for result in one.results:

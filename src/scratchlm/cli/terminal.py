@@ -11,9 +11,13 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from scratchlm.errors import ScratchLMError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 # Control characters become their pictures (␛ for ESC), C1 controls and stray bytes U+FFFD.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -52,6 +56,12 @@ def fit_terminal(text: str, stream: TextIO) -> str:
         columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(wrap.fill(line) if len(line) > columns else line for line in text.split("\n"))
+
+
+def does_fit(console: Console, table: Table) -> bool:
+    """Whether a table fits a terminal whole: where it does not, its words would be cut."""
+    wide = console.options.update(max_width=10_000)
+    return console.measure(table, options=wide).maximum <= console.width
 
 
 def write_output(text: str, flush: bool = True) -> None:
