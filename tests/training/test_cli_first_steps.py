@@ -125,12 +125,14 @@ def test_tables_of_several_runs_fit_80_columns_and_cut_nothing(
     for words in (
         ("compare", run, other, "--out", "c.png"),
         ("evaluate", run, other, held_out),
+        ("account", "--compare", "qwen3-30b-a3b", "llama3-8b", other.relative_to(tmp_path)),
     ):
         code, out, err = cli(*words)
         assert code == 0, err
         assert "…" not in out
         assert other.name in out
         assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"887 GiB +60\.7 GiB +96 KiB", out), "a figure is cut"
 
 
 def test_compare_writes_numbers_as_people_do(cli, tmp_path, overtrained):

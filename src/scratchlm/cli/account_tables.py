@@ -20,7 +20,7 @@ from scratchlm.accounting import (
     Training,
 )
 from scratchlm.accounting.pool import PAGE_SIZE
-from scratchlm.cli.terminal import visible
+from scratchlm.cli.terminal import does_fit, visible
 from scratchlm.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -310,6 +310,29 @@ def print_fits(console: Console, answers: dict[str, Fits]) -> None:
 def print_summaries(console: Console, title: str, first: str, rows: list[Summary]) -> None:
     """Print models, or points of a sweep, one per row."""
     wide = console.width >= WIDE
+    names = [visible(row.name) for row in rows]
+    table = _summary_table(names, title, first, rows, wide)
+    if not does_fit(console, table):  # the names below
+        names = [f"{i}" for i in range(1, len(rows) + 1)]
+        table = _summary_table(names, title, first, rows, wide)
+    console.print(table)
+    parts = list(rows[0].shares)
+    if not wide and parts:
+        shares_table = make_table(
+            "Shares of the FLOPs", (first, "left"), *((name, "right") for name in parts)
+        )
+        for name, row in zip(names, rows, strict=True):
+            shares_table.add_row(Text(name), *(f"{row.shares[part]:.1%}" for part in parts))
+        console.print(shares_table)
+    for name, row in zip(names, rows, strict=True):
+        if name != visible(row.name):
+            console.print(Text(f"{name}: {visible(row.name)}"))
+    console.print()
+
+
+def _summary_table(
+    names: Sequence[str], title: str, first: str, rows: list[Summary], wide: bool
+) -> Table:
     parts = list(rows[0].shares)
     table = make_table(
         title,
@@ -322,10 +345,10 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
         ("KV/token", "right"),
         ("time", "right"),
     )
-    for row in rows:
-        shares = [f"{row.shares[name]:.1%}" for name in parts] if wide else []
+    for name, row in zip(names, rows, strict=True):
+        shares = [f"{row.shares[part]:.1%}" for part in parts] if wide else []
         table.add_row(
-            Text(visible(row.name)),
+            Text(name),
             human(row.parameters),
             human(row.flops),
             *shares,
@@ -334,16 +357,7 @@ def print_summaries(console: Console, title: str, first: str, rows: list[Summary
             human(row.kv_bytes_per_token, "bytes"),
             "" if row.seconds is None else seconds_text(row.seconds),
         )
-    console.print(table)
-    if not wide and parts:
-        shares_table = make_table(
-            "Shares of the FLOPs", (first, "left"), *((name, "right") for name in parts)
-        )
-        for row in rows:
-            shares = [f"{row.shares[name]:.1%}" for name in parts]
-            shares_table.add_row(Text(visible(row.name)), *shares)
-        console.print(shares_table)
-    console.print()
+    return table
 
 
 def print_checks(
