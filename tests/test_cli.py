@@ -137,6 +137,21 @@ def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run(scratchl
     assert "layers.0" not in text  # the first layer stands for all
 
 
+def test_explain_draws_no_weight(scratchlm, monkeypatch):
+    """Drawing the embeddings of a real vocabulary takes half a minute and gigabytes."""
+    from torch import nn
+
+    drawn, draw = [], nn.init.trunc_normal_
+
+    def note(weight, *args, **kwargs):
+        drawn.append(weight.device.type)
+        return draw(weight, *args, **kwargs)
+
+    monkeypatch.setattr(nn.init, "trunc_normal_", note)
+    assert scratchlm("explain", "gpt2", "--device", "cpu").returncode == 0
+    assert set(drawn) == {"meta"}
+
+
 def test_presets_names_them_all(scratchlm):
     from scratchlm.config import PRESETS
 
