@@ -1,5 +1,6 @@
 """`scratchlm finetune`, `merge` and `export --adapter`, as a user runs them."""
 
+import gc
 import json
 import os
 import re
@@ -169,6 +170,24 @@ def test_a_report_accounts_for_the_adapter_and_its_rows(base, chats, tmp_path):
     setup = Setup(phase="training", batch=2, context=64, precision="fp32")
     peak = float(lora_memory(read_config(base), LoRA(), setup).training.value)
     assert f"<td>peak memory</td><td>{peak / 2**20:.1f} MiB</td>" in text
+
+
+def test_a_report_is_made_when_what_learnt_is_gone(base, chats, tmp_path, monkeypatch):
+    learners, left = [], []
+
+    def make(*args, make_learner=session.make_learner, **kwargs):
+        learner = make_learner(*args, **kwargs)
+        learners.append(weakref.ref(learner))
+        return learner
+
+    def look(_):
+        gc.collect()
+        left.append(learners[0]())
+
+    monkeypatch.setattr(session, "make_learner", make)
+    monkeypatch.setattr("scratchlm.cli.attention_picture.attention_section", look)
+    assert run_command("finetune", base, chats, "--out", tmp_path / "run", "--steps", 1, *FAST) == 0
+    assert left == [None]
 
 
 def test_merge_and_both_exports_give_the_same_logits(tuned, base, tmp_path):
