@@ -1,6 +1,7 @@
 """The command line as a whole: quick to answer, one line for a mistake, a traceback for a bug."""
 
 import json
+import mmap
 import re
 import signal
 import subprocess
@@ -141,6 +142,21 @@ def test_explain_names_every_fusion_with_the_reason_why_it_does_not_run(scratchl
     assert "layers.0" not in text  # the first layer stands for all
 
 
+def test_explain_draws_no_weight(scratchlm, monkeypatch):
+    """Drawing the embeddings of a real vocabulary takes half a minute and gigabytes."""
+    from torch import nn
+
+    drawn, draw = [], nn.init.trunc_normal_
+
+    def note(weight, *args, **kwargs):
+        drawn.append(weight.device.type)
+        return draw(weight, *args, **kwargs)
+
+    monkeypatch.setattr(nn.init, "trunc_normal_", note)
+    assert scratchlm("explain", "gpt2", "--device", "cpu").returncode == 0
+    assert set(drawn) == {"meta"}
+
+
 def test_presets_names_them_all(scratchlm):
     from scratchlm.config import PRESETS
 
@@ -259,6 +275,12 @@ def test_an_error_raised_by_code_of_others_is_a_bug(ours):
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), AssertionError("x")])
 def test_other_kinds_of_errors_are_bugs(ours, error):
     assert not is_for_the_user(error_of(ours["raises"], error))
+
+
+def test_memory_that_the_system_does_not_map_is_for_the_user():
+    error = error_of(mmap.mmap, -1, 1 << 62)
+    assert is_for_the_user(error)
+    assert one_line(error).startswith("not enough memory")
 
 
 def test_an_error_about_a_file_is_for_the_user(tmp_path):

@@ -20,6 +20,8 @@ all tokens (`accelerate/`). Slots are rows of the tables, a request keeps its sl
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -52,15 +54,14 @@ class PagedCache:
         kv_dtype: KVDtype | None = None,
     ) -> None:
         shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.d_head)
-        stored = dtype if kv_dtype is None else DTYPES[kv_dtype]
-        self.keys = torch.zeros(shape, device=device, dtype=stored)
-        self.values = torch.zeros(shape, device=device, dtype=stored)
+        self.kv_dtype, self.dtype = kv_dtype, dtype or torch.get_default_dtype()
+        stored = self.dtype if kv_dtype is None else DTYPES[kv_dtype]
+        self.keys, self.values = (_zeros(shape, stored, device) for _ in range(2))
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
         if kv_dtype is not None:
-            self.key_scales = torch.zeros(shape[:-1], device=device)
-            self.value_scales = torch.zeros(shape[:-1], device=device)
-        self.kv_dtype, self.dtype = kv_dtype, dtype or torch.get_default_dtype()
+            scales = (_zeros(shape[:-1], torch.float32, device) for _ in range(2))
+            self.key_scales, self.value_scales = scales
         self.num_pages, self.page_size = num_pages, page_size
 
     def encode(self, x: Float[Tensor, "*rows d"]) -> tuple[Tensor, Tensor]:
@@ -77,6 +78,18 @@ class PagedCache:
         """The bytes of all pages."""
         kept = (self.keys, self.values, self.key_scales, self.value_scales)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """Return zeros, on a CPU in memory that is taken where it is written.
+
+    A pool has room for the longest contexts, gigabytes of which most requests need little.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device or "cpu").type != "cpu" or not size:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import math
 import random
+import resource
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from inference.test_sampling import SAMPLINGS
 from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm.accounting.pool import bytes_per_page
 from scratchlm.inference import GREEDY, Engine, Sampling
-from scratchlm.paged import LAST
+from scratchlm.paged import LAST, PagedCache
 from tiny_models import FAMILIES, build
 
 VOCAB, CONTEXT = 61, 24
@@ -563,3 +565,20 @@ def test_a_request_that_can_never_fit_is_refused_at_once():
         engine.submit([1] * 9, max_new_tokens=5)
     with pytest.raises(ValueError, match="one prompt at a time; got 2"):
         engine.submit([[1], [2]])
+
+
+def test_a_pool_takes_memory_where_keys_are_written():
+    """Room for one context of 40,960 tokens is 4.7 GB in Qwen3-0.6B; a request may need 8."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    config = tiny_model().config
+    before = resident()
+    page = bytes_per_page(config, 16, 4)
+    cache = PagedCache(config, (256 << 20) // page, 16)
+    assert cache.nbytes > 250 << 20
+    assert resident() - before < 32 << 20
+    assert not cache.keys[:, :8].any()
+    cache.keys[:, :8] = 1
+    assert cache.keys[:, :8].all()

@@ -330,6 +330,17 @@ def test_scores_of_a_model_that_looks_everywhere_alike_are_those_of_chance():
     assert math.isclose(scores.duplicate_token[1, 0], sum(at[8:]) / 8)
 
 
+def test_heads_are_scored_in_one_forward_as_far_as_memory_goes(monkeypatch):
+    model, read = build(PLAIN), []
+    model.layers[0].register_forward_pre_hook(lambda *_: read.append(0))
+    together = head_scores(model, block=8)
+    assert len(read) == 1
+    monkeypatch.setattr("scratchlm.inspect.finding.CELLS", 1)
+    apart = head_scores(model, block=8)
+    assert len(read) == 1 + PLAIN.num_layers
+    torch.testing.assert_close(together.induction, apart.induction)
+
+
 def test_a_block_that_does_not_fit_twice_is_refused():
     with pytest.raises(ValueError, match=r"block must lie in \[2, 12\], half the context; got 13"):
         head_scores(build(PLAIN), block=13)

@@ -174,7 +174,7 @@ def test_heads_are_pictures_of_their_weights_with_their_scores(subject):
 
 
 def test_a_long_text_is_pooled_and_no_large_weight_is_lost(subject, monkeypatch):
-    monkeypatch.setattr(look_inside, "_CELLS", 1)  # layer by layer
+    monkeypatch.setattr(look_inside, "CELLS", 1)  # layer by layer
     ids = IDS * 10
     found = look_inside.heads(subject, ids)["heads"][5]
     weights = attention_weights(subject.model, ids)[1, 1]

@@ -10,6 +10,7 @@ import torch
 
 from scratchlm import ModelConfig
 from scratchlm.accounting import Setup, count_parameters, memory
+from scratchlm.cli.starting import fine_tuning_settings
 from scratchlm.config import preset
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import (
@@ -178,3 +179,13 @@ def test_the_matmul_rate_counts_the_time_threads_ran_not_what_others_took(monkey
     monkeypatch.setattr(throughput, "time", clocks)
     rate = throughput.measure_matmul_rate(torch.device("cpu"), "fp32")
     assert rate == 3 * 2 * 1024**3 / 0.5 * torch.get_num_threads()
+
+
+def test_a_model_of_long_context_is_trained_on_from_in_rows_of_1024():
+    """A row of a whole context is one step of many minutes on a CPU, and of 50 GB on a GPU."""
+    machine = Machine(1e11)
+    model = preset("llama3.2-1b")
+    found = fine_tuning_settings(model, 300_000, machine)
+    assert (found.row_length, found.batch_size) == (1024, 4)
+    assert fine_tuning_settings(model, 300_000, machine, 4096).row_length == 4096
+    assert fine_tuning_settings(preset("gpt2"), 300_000, machine).row_length is None

@@ -1,5 +1,6 @@
 """`scratchlm finetune`, `merge` and `export --adapter`, as a user runs them."""
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,13 +18,23 @@ import torch
 from inference.tiny import byte_tokenizer
 from interop.hf_models import load_with_transformers
 from scratchlm import ModelConfig, TransformerLM
-from scratchlm.checkpoint import find_checkpoints, read_tensors, verify_checkpoint, write_checkpoint
-from scratchlm.cli import main
+from scratchlm.accounting import Setup, training_flops_per_token
+from scratchlm.accounting.lora import lora_memory
+from scratchlm.checkpoint import (
+    find_checkpoints,
+    read_config,
+    read_tensors,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from scratchlm.cli import main, starting
 from scratchlm.cli.tuning_setup import TuneArgs, split
 from scratchlm.config.lora import LoRA
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples
+from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
+from scratchlm.training import session
 from scratchlm.training.plan import read_plan
 from training.tiny import log_of
 
@@ -114,6 +126,30 @@ def test_a_run_leaves_an_adapter_and_learns(tuned, base):
     assert read_plan(tuned).tuning.lora == LoRA()
 
 
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_what_a_run_starts_from_is_in_memory_once(how, base, chats, tmp_path, monkeypatch):
+    """And its FLOPs are those of its rows, not of the model's context."""
+    seen = {}
+
+    def load(plan, load_start=starting.load_start):
+        start = load_start(plan)
+        seen["base"] = [weakref.ref(tensor) for tensor in start.tensors.values()]
+        return start
+
+    def loop(learner, data, run, *, throughput, **_):
+        seen["left"] = [ref for ref in seen["base"] if ref() is not None]
+        seen["flops"] = throughput.flops_per_token
+        raise ScratchLMError("enough was seen")
+
+    monkeypatch.setattr(starting, "load_start", load)
+    monkeypatch.setattr(session, "train", loop)
+    words = ["--full"] if how == "full" else []
+    run_command("finetune", base, chats, "--out", tmp_path / "run", *words, "train.row_length=48")
+    assert seen["base"]
+    assert not seen["left"]
+    assert seen["flops"] == training_flops_per_token(read_config(base), 48)
+
+
 def test_a_loaded_run_is_its_base_with_the_adapter(tuned, base):
     loaded = load_model(tuned)
     plain = load_model(base)
@@ -123,6 +159,35 @@ def test_a_loaded_run_is_its_base_with_the_adapter(tuned, base):
     said = [{"role": "user", "content": "hi"}]
     asked = loaded.chat_template.render(said, add_generation_prompt=True)
     assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_report_accounts_for_the_adapter_and_its_rows(base, chats, tmp_path):
+    run, row = tmp_path / "run", ("train.row_length=64", "train.batch_size=2", "--steps", 1)
+    assert run_command("finetune", base, chats, "--out", run, *row) == 0
+    text = (run / "report.html").read_text()
+    parameters = re.search(r"<td>parameters</td><td>([\d,]+)</td><td>([\d,]+)</td>", text)
+    assert parameters[1] == parameters[2]
+    setup = Setup(phase="training", batch=2, context=64, precision="fp32")
+    peak = float(lora_memory(read_config(base), LoRA(), setup).training.value)
+    assert f"<td>peak memory</td><td>{peak / 2**20:.1f} MiB</td>" in text
+
+
+def test_a_report_is_made_when_what_learnt_is_gone(base, chats, tmp_path, monkeypatch):
+    learners, left = [], []
+
+    def make(*args, make_learner=session.make_learner, **kwargs):
+        learner = make_learner(*args, **kwargs)
+        learners.append(weakref.ref(learner))
+        return learner
+
+    def look(_):
+        gc.collect()
+        left.append(learners[0]())
+
+    monkeypatch.setattr(session, "make_learner", make)
+    monkeypatch.setattr("scratchlm.cli.attention_picture.attention_section", look)
+    assert run_command("finetune", base, chats, "--out", tmp_path / "run", "--steps", 1, *FAST) == 0
+    assert left == [None]
 
 
 def test_merge_and_both_exports_give_the_same_logits(tuned, base, tmp_path):

@@ -196,6 +196,19 @@ def test_evaluation_is_the_mean_over_targets_and_bits_over_bytes():
         evaluate(model, [])
 
 
+def test_evaluation_on_a_cpu_reads_no_padding():
+    model, read = build_model(MODEL, 0, "cpu"), []
+    batch = make_batch(rows=4, seed=3, ignore=[(0, 2)])
+    targets = batch.targets.clone()
+    targets[2:], targets[:, 5:] = IGNORE_INDEX, IGNORE_INDEX
+    model.layers[0].register_forward_pre_hook(lambda _, args: read.append(args[0].shape[:2]))
+    found = evaluate(model, [replace(batch, targets=targets)])
+    assert read == [(2, 5)]
+    assert found.targets == 7
+    mean = model.loss(batch.inputs[:2, :5], batch.targets[:2, :5], ignore_index=IGNORE_INDEX)
+    assert found.loss == pytest.approx(mean.item(), rel=1e-6)
+
+
 def test_a_uniform_byte_model_needs_eight_bits_per_byte():
     config = ModelConfig(vocab_size=256, context_length=8, d_model=8, num_layers=1, num_heads=2)
     model = build_model(config, 0, "cpu")

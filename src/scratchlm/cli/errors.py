@@ -34,6 +34,8 @@ def is_for_the_user(error: BaseException) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether something did not fit in memory, as Python, numpy or torch say it."""
     torch_says = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # from mmap
     text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in text for words in torch_says)

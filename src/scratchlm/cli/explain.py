@@ -54,10 +54,12 @@ def explain(
     from scratchlm.quantization.rule import choose
 
     config, to = find_model(model).replace(num_layers=1), quantize or stored_format(model)
-    first = TransformerLM(config, device=choose_device(device))
+    where = choose_device(device)
+    first = TransformerLM(config, device="meta")
     if to is not None:
         make_room(first, choose(config, to))
-        acceleration.lay_out(first, choose_device(device))
+        acceleration.lay_out(first, where)
+    first.to_empty(device=where)  # no fusion looks at a weight's value
     rows = explain_model(accelerate(first), batch=batch, seq=context, training=training)
     found = [(r.layer.replace("layers.0", "layers.*") or "model", r.fusion, r.reason) for r in rows]
     if as_json:

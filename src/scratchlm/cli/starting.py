@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scratchlm.training import DataFiles, Plan, Start, TrainConfig
 
 EPOCHS, LR_FACTOR = 3, 0.1  # of what is chosen for random weights
+ROW = 1024  # tokens of a sequence, if the model's context allows it
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,23 @@ def start_folder(path: Path) -> Path:
     return _find(path)[0] if path.is_dir() else path
 
 
-def fine_tuning_settings(model: ModelConfig, tokens: int, machine: Machine) -> TrainConfig:
-    """Choose settings as for random weights, with a tenth of the rate and three epochs at most."""
-    chosen = choose_settings(model, tokens, machine)
-    steps = max(1, EPOCHS * tokens // chosen.tokens_per_step(model))
-    return replace(chosen, lr=chosen.lr * LR_FACTOR, steps=min(chosen.steps, steps))
+def fine_tuning_settings(
+    model: ModelConfig, tokens: int, machine: Machine, row_length: int | None = None
+) -> TrainConfig:
+    """Choose settings as for random weights, with a tenth of the rate and three epochs at most.
+
+    A model's context may be far longer than what a step can hold: rows are of 1,024 tokens, if
+    nothing else is asked for.
+    """
+    row = min(model.context_length, row_length or ROW)
+    chosen = choose_settings(model.replace(context_length=row), tokens, machine)
+    steps = max(1, EPOCHS * tokens // (chosen.batch_size * row))
+    return replace(
+        chosen,
+        lr=chosen.lr * LR_FACTOR,
+        steps=min(chosen.steps, steps),
+        row_length=row if row < model.context_length else None,
+    )
 
 
 def template_of(plan: Plan) -> bytes | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from scratchlm.parallel.ranks import Ranks
-    from scratchlm.training import Outcome, Plan, TrainConfig
+    from scratchlm.training import Plan, Progress, TrainConfig
     from scratchlm.training.choosing import Machine
     from scratchlm.training.loop import RunTasks, Sampler
 
@@ -179,26 +179,28 @@ def _carry_out(
             chat_template=template_of(plan),
             ranks=ranks,
         )
+    ended, progress = outcome.ended, outcome.progress
+    del outcome  # the report loads the model again: not beside gradients and moments
     if speaks:
-        _conclude(args, plan, outcome)
-    return stop.exit_status if outcome.ended == "interrupted" else 0
+        _conclude(args, plan, ended, progress)
+    return stop.exit_status if ended == "interrupted" else 0
 
 
-def _conclude(args: RunArgs, plan: Plan, outcome: Outcome) -> None:
+def _conclude(args: RunArgs, plan: Plan, ended: str, progress: Progress) -> None:
     """Say how a run ended, and write the report of one that was not interrupted."""
     from scratchlm.cli.attention_picture import attention_section
     from scratchlm.errors import ScratchLMError
     from scratchlm.training import write_report
 
-    step, best_step = outcome.progress.step, outcome.progress.best_step
-    if outcome.ended == "interrupted":
+    step, best_step = progress.step, progress.best_step
+    if ended == "interrupted":
         where = f"at step {step:,} and saved" if step else "before the first step"
         again = f"`scratchlm {args.command} --resume --out {args.out}`"
         say_progress(f"stopped {where}; {again} goes on")
         return
-    best = outcome.progress.best_loss
+    best = progress.best_loss
     held_out = "" if best is None else f"; best held-out loss {best:.4f}"
-    say_progress(f"{outcome.ended} at step {step:,}{held_out}")
+    say_progress(f"{ended} at step {step:,}{held_out}")
     has_head = plan.tuning is not None and plan.tuning.head is not None
     users = "predict and export" if has_head else "evaluate, generate and export"
     if best_step not in (None, step):

@@ -96,8 +96,10 @@ def make_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
     else:
         model, files = started.config, replace(files, tokenizer=started.tokenizer_file(files))
         started.check_tokens(info)
-        chosen = fine_tuning_settings(model, info.count, machine).to_dict()
-        settings = TrainConfig.from_dict({**chosen, **tables.get("train", {})})
+        asked = tables.get("train", {})
+        row = asked.get("row_length")  # checked above, as the others were
+        chosen = fine_tuning_settings(model, info.count, machine, row).to_dict()
+        settings = TrainConfig.from_dict({**chosen, **asked})
     if "batch_size" in tables.get("train", {}) and "micro_batch_size" not in tables["train"]:
         whole = TrainConfig.from_dict({**settings.to_dict(), "micro_batch_size": None})
         settings = fit_in_memory(model, whole, machine)

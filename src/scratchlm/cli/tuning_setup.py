@@ -11,7 +11,7 @@ from typing import Any
 
 from scratchlm.accounting import count_parameters
 from scratchlm.checkpoint import is_checkpoint, read_manifest
-from scratchlm.cli.starting import LR_FACTOR, StartModel, start_model
+from scratchlm.cli.starting import LR_FACTOR, ROW, StartModel, start_model
 from scratchlm.config import ModelConfig
 from scratchlm.config.lora import LoRA
 from scratchlm.data.conversations import AnyTokenizer, Encoder, Example, default_template
@@ -36,7 +36,6 @@ from scratchlm.training.tuning import Tuning, check_tuning
 from scratchlm.untrusted import MAX_TOKENIZER_BYTES, read_bytes
 
 EPOCHS, ROWS, VAL_FRACTION = 3, 16, 0.05
-PACKED_ROW = 1024  # tokens of a row that several examples share, if the model's context allows it
 _SPLIT = 7  # the purpose a key is derived for
 
 Say = Callable[[str], None]
@@ -270,7 +269,7 @@ def _settings(
     """
     params = count_parameters(model).unique
     longest = -(-int(examples.lengths.max()) // 64) * 64
-    row_length = max(longest, PACKED_ROW) if tuning.packed else longest
+    row_length = max(longest, ROW) if tuning.packed else longest
     row_length = int(args.overrides.get("row_length") or min(row_length, model.context_length))
     rows = len(Rows(examples, row_length, packed=tuning.packed).rows)
     batch_size = int(

@@ -22,6 +22,8 @@ from torch import Tensor
 from scratchlm.inspect.look import inspect
 from scratchlm.model import Transformer
 
+CELLS = 1 << 26  # attention weights that are held at once
+
 
 @dataclass(frozen=True)
 class HeadScores:
@@ -50,14 +52,17 @@ def head_scores(
     ids = repeated_tokens(model, block=block, rows=rows, seed=seed)
     block = ids.shape[1] // 2
     found: list[list[Tensor]] = [[], [], []]
+    names = [f"layers.{i}.attn.weights" for i in range(len(model.layers))]
+    group = max(1, CELLS // (model.config.num_heads * ids.shape[1] * ids.numel()))
     with inspect(model) as look:
-        for i in range(len(model.layers)):  # one layer's weights at a time
+        for first in range(0, len(names), group):
             look.clear()
-            look.keep(f"layers.{i}.attn.weights")
+            look.keep(names[first : first + group])
             model.hidden(ids)
-            weights = look.cache[f"layers.{i}.attn.weights"].mean(dim=0)  # (heads, query, key)
-            for scores, kind in zip(found, KEYS, strict=True):
-                scores.append(looked_at(weights, kind).mean(dim=-1))
+            for name in names[first : first + group]:
+                weights = look.cache[name].mean(dim=0)  # (heads, query, key)
+                for scores, kind in zip(found, KEYS, strict=True):
+                    scores.append(looked_at(weights, kind).mean(dim=-1))
     return HeadScores(*(torch.stack(scores) for scores in found))
 
 

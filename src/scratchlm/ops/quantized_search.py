@@ -40,7 +40,7 @@ def search_q6_k(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     d = _as_stored(extreme / -128)  # (n, 1): the largest scale is stored as −128
     s = _divide(best, d).round().clamp(-128, 127)
     for _ in range(ROUNDS):
-        s = _best_of(partial(_error_q6_k, x, d), s, -128, 127)
+        s, _ = _best_of(partial(_error_q6_k, x, d), s, -128, 127)
         q = _nearest(x, d[..., None] * s[..., None], -32, 31)
         product = s[..., None] * q
         refit = _divide((x * product).sum((1, 2)), product.square().sum((1, 2)))
@@ -67,12 +67,13 @@ def _scale_alone(x: Tensor) -> Tensor:
 
 
 def _nearest(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    return _divide(x, scale).round().clamp(low, high)
+    """Return the nearest q for a scale that many weights share; 0 where it is 0."""
+    return (x / scale.masked_fill(scale == 0, torch.inf)).round_().clamp_(low, high)
 
 
 def _error_q6_k(x: Tensor, d: Tensor, s: Tensor) -> Tensor:
     scale = (d * s)[..., None]
-    return (x - scale * _nearest(x, scale, -32, 31)).square().sum(2)
+    return _nearest(x, scale, -32, 31).mul_(scale).sub_(x).square_().sum(2)
 
 
 # q4_k: x ≈ d · s · q − m · t
@@ -87,11 +88,13 @@ def search_q4_k(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     s = _divide(scale, d).round().clamp(0, 63)
     t = _divide(offset, m).round().clamp(0, 63)
     for _ in range(ROUNDS):
+        error = _error_q4_k(x, d, m, s, t)
         for ds in (-1, 0, 1):
             moved = (s + ds).clamp(0, 63)
-            t_for = _best_of(partial(_error_q4_k, x, d, m, moved), t)
-            better = _error_q4_k(x, d, m, moved, t_for) < _error_q4_k(x, d, m, s, t)
+            t_for, found = _best_of(partial(_error_q4_k, x, d, m, moved), t)
+            better = found < error
             s, t = torch.where(better, moved, s), torch.where(better, t_for, t)
+            error = torch.where(better, found, error)
         d, m = _refit_q4_k(x, d, m, s, t)
     q = _q_of_q4_k(x, d, m, s, t)
     by = _unshrunk(x, (d * s)[..., None] * q - (m * t)[..., None])
@@ -107,8 +110,9 @@ def _scale_and_offset_alone(x: Tensor) -> tuple[Tensor, Tensor]:
     for k in range(0, 21, 2):
         q = ((x - low) * _divide(torch.tensor(14 + k / 10, device=x.device), width)).round()
         scale, offset = _line(x, q.clamp(0, 15))
-        fitted = _divide(x + offset[..., None], scale[..., None]).round().clamp(0, 15)
-        error = (scale[..., None] * fitted - offset[..., None] - x).square().sum(2)
+        fitted = _nearest(x + offset[..., None], scale[..., None], 0, 15)
+        fitted.mul_(scale[..., None]).sub_(offset[..., None])
+        error = fitted.sub_(x).square_().sum(2)
         better = (error < best_error) & (scale > 0)
         best = torch.where(better, scale, best)
         best_offset = torch.where(better, offset, best_offset)
@@ -132,8 +136,8 @@ def _q_of_q4_k(x: Tensor, d: Tensor, m: Tensor, s: Tensor, t: Tensor) -> Tensor:
 
 
 def _error_q4_k(x: Tensor, d: Tensor, m: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    fitted = (d * s)[..., None] * _q_of_q4_k(x, d, m, s, t) - (m * t)[..., None]
-    return (x - fitted).square().sum(2)
+    fitted = _q_of_q4_k(x, d, m, s, t).mul_((d * s)[..., None]).sub_((m * t)[..., None])
+    return fitted.sub_(x).square_().sum(2)
 
 
 def _refit_q4_k(x: Tensor, d: Tensor, m: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,12 +170,12 @@ def _unshrunk(x: Tensor, fitted: Tensor) -> Tensor:
 
 def _best_of(
     error: Callable[[Tensor], Tensor], whole: Tensor, low: int = 0, high: int = 63
-) -> Tensor:
-    """Move each whole scale to the neighbour with the lowest error."""
+) -> tuple[Tensor, Tensor]:
+    """Move each whole scale to the neighbour with the lowest error; return that, too."""
     best, best_error = whole, error(whole)
     for move in (-1, 1):
         moved = (whole + move).clamp(low, high)
         found = error(moved)
         better = found < best_error
         best, best_error = torch.where(better, moved, best), torch.where(better, found, best_error)
-    return best
+    return best, best_error

@@ -17,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scratchlm.inspect import PARTS, Look, head_scores, inspect
+from scratchlm.inspect.finding import CELLS
 from scratchlm.serve.subject import Ids, Subject, check_index
 
 THUMBNAIL = 40  # pixels of a head's picture, at most
-_CELLS = 1 << 26  # attention weights that are held at once
 HEAD_KINDS = ("previous_token", "duplicate_token", "induction")
 
 
@@ -42,7 +42,7 @@ def heads(subject: Subject, ids: Ids) -> dict[str, Any]:
     scores = _scores(subject)
     found: list[dict[str, Any]] = []
     per_layer = model.config.num_heads * len(ids) ** 2
-    group = max(1, _CELLS // per_layer)
+    group = max(1, CELLS // per_layer)
     names = [f"layers.{i}.attn.weights" for i in range(len(model.layers))]
     for start in range(0, len(names), group):
         with inspect(model) as look:

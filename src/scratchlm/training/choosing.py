@@ -142,13 +142,13 @@ def fit_in_memory(model: ModelConfig, settings: TrainConfig, machine: Machine) -
     """Halve the micro-batch until a step's predicted memory is within 85 % of a GPU's."""
     if machine.memory_bytes is None or settings.micro_batch_size is not None:
         return settings
-    rows = settings.batch_size
-    while rows > 1 and _peak_memory(model, rows) > 0.85 * machine.memory_bytes:
+    rows, row = settings.batch_size, settings.row_tokens(model)
+    while rows > 1 and _peak_memory(model, rows, row) > 0.85 * machine.memory_bytes:
         rows = -(-rows // 2)
     changes = {} if rows == settings.batch_size else {"micro_batch_size": rows}
     return TrainConfig.from_dict({**settings.to_dict(), **changes})
 
 
-def _peak_memory(model: ModelConfig, rows: int) -> float:
-    setup = Setup(phase="training", batch=rows, accumulate=True)
+def _peak_memory(model: ModelConfig, rows: int, row_length: int) -> float:
+    setup = Setup(phase="training", batch=rows, context=row_length, accumulate=True)
     return float(memory(model, setup).training.value)

@@ -73,6 +73,15 @@ def _merge(batches: list[Batch]) -> Batch:
     )
 
 
+def without_padding(batch: Batch) -> Batch:
+    """Leave out rows without a target, and what follows the last target of all rows."""
+    counts = batch.targets != IGNORE_INDEX
+    rows, columns = counts.any(dim=1), counts.any(dim=0).nonzero()
+    length = int(columns[-1]) + 1 if len(columns) else 0
+    parts = (batch.inputs, batch.targets, batch.document_ids)
+    return Batch(*(None if part is None else part[rows, :length] for part in parts))  # type: ignore[arg-type]
+
+
 @torch.no_grad()
 def evaluate(
     model: TransformerLM,
@@ -82,7 +91,7 @@ def evaluate(
     bytes_per_id: Tensor | None = None,
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    add_up: Callable[[Sequence[float]], list[float]] = list,
+    add_up: Callable[[Sequence[float]], list[float]] | None = None,
 ) -> Evaluation | None:
     """Measure the loss over `batches` (0: all of them); None if `should_stop` interrupted it.
 
@@ -101,6 +110,8 @@ def evaluate(
         if should_stop():
             return None
         count = batch.num_targets()
+        if device.type == "cpu" and add_up is None and count:  # ranks need equal shapes
+            batch = without_padding(batch)
         valid_targets = batch.targets[batch.targets != IGNORE_INDEX]
         on_device = batch.to(device, non_blocking=True)
         with autocast:
@@ -113,7 +124,7 @@ def evaluate(
         counts.append(count)
     per_batch = torch.stack(means).tolist() if means else []  # the only wait for the device
     own = math.fsum(mean * count for mean, count in zip(per_batch, counts, strict=True))
-    total, targets, num_bytes = add_up([own, sum(counts), sum(sizes)])
+    total, targets, num_bytes = (add_up or list)([own, sum(counts), sum(sizes)])
     if not targets:
         raise ValueError("there is nothing to evaluate on: no targets")
     batches_found = tuple(zip(per_batch, counts, sizes, strict=True))

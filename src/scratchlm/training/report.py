@@ -24,7 +24,9 @@ from scratchlm.accounting import (
     count_parameters,
     memory,
 )
+from scratchlm.accounting.lora import LoRAMemory, lora_memory
 from scratchlm.checkpoint import best_step, find_checkpoints, read_manifest, step_of, tensor_shapes
+from scratchlm.config.lora import LoRA
 from scratchlm.data.examples import read_examples
 from scratchlm.data.token_file import read_sidecar
 from scratchlm.durable import write_atomically
@@ -221,12 +223,16 @@ def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> 
     """Compare the predicted figures with the measured ones."""
     last = [record for record in records if "loss" in record][-1]
     clock, model, settings = last["clock"], plan.model, plan.train
-    counted = count_parameters(model).unique
     rows: list[Sequence[object]] = [
-        ("parameters", f"{counted:,}", _stored_parameters(run)),
+        ("parameters", _learnt_parameters(plan), _stored_parameters(run)),
         ("tokens per step", f"{settings.tokens_per_step(model):,}", ""),
     ]
-    throughput = make_throughput(model, settings.tokens_per_step(model), torch.device("cpu"))
+    throughput = make_throughput(
+        model,
+        settings.tokens_per_step(model),
+        torch.device("cpu"),
+        row_length=settings.row_tokens(model),
+    )
     flops = throughput.flops_per_token * throughput.tokens_per_step
     rows.append((f"FLOPs per step ({CONVENTION})", f"{flops:.4g}", ""))
     if clock.get("mfu"):
@@ -248,16 +254,34 @@ def _accounting(run: Path, plan: Plan, records: Sequence[Mapping[str, Any]]) -> 
     return table(("", "computed beforehand", "measured"), rows) + note
 
 
+def _learnt_parameters(plan: Plan) -> str:
+    """Count what a checkpoint of the run holds: the model, or its adapter alone."""
+    if plan.tuning is None or plan.tuning.lora is None:
+        return f"{count_parameters(plan.model).unique:,}"
+    adapter = _adapter_account(plan, plan.tuning.lora, Setup())
+    return "not modelled" if adapter is None else f"{adapter.parameters.value:,}"
+
+
+def _adapter_account(plan: Plan, lora: LoRA, setup: Setup) -> LoRAMemory | None:
+    """Account for an adapter; None where the account does not know such a one."""
+    if lora.dora or any("layers." in target for target in lora.targets):
+        return None
+    return lora_memory(plan.model, lora, setup)
+
+
 def _predicted_peak(plan: Plan) -> str:
     settings = plan.train
     batch = settings.micro_batch_size or settings.batch_size
     precision = settings.precision or "fp32"
+    tuning = plan.tuning
     known = settings.checkpointing in CHECKPOINTING and settings.checkpointed_layers is None
+    known &= tuning is None or tuning.head is None
     if not known or precision not in PRECISIONS or settings.moment != "fp32":
         return "not modelled"
     setup = Setup(
         phase="training",
         batch=batch,
+        context=settings.row_tokens(plan.model),
         precision=precision,
         optimizer=settings.optimizer,
         execution=Execution(
@@ -266,7 +290,11 @@ def _predicted_peak(plan: Plan) -> str:
             checkpointing=settings.checkpointing,
         ),
         accumulate=batch < settings.batch_size,
+        quantize=None if tuning is None else tuning.quantize,
     )
+    if tuning is not None and tuning.lora is not None:
+        adapter = _adapter_account(plan, tuning.lora, setup)
+        return "not modelled" if adapter is None else _format_bytes(float(adapter.training.value))
     return _format_bytes(float(memory(plan.model, setup).training.value))
 
 

@@ -119,6 +119,8 @@ def run_plan(
             model = build_tuned(plan, first, settings, device, ops)
             learner = make_learner(model, settings, plan.tuning, tell, ranks)
             data = make_data(plan, settings, examples, learner)
+        if first is not None:  # the learner has its own
+            first = replace(first, tensors={})
         is_cut = ranks is not None and (settings.has_collectives or settings.precision != "fp32")
         if is_cut or not is_first:  # they need whole weights, in one type
             sample = run_tasks = None
@@ -138,6 +140,7 @@ def run_plan(
             device,
             matmul_rate,
             1 if ranks is None else ranks.size,
+            row_length=settings.row_tokens(plan.model),
         )
         if on_begin is not None:
             on_begin(learner, run, throughput)
@@ -172,8 +175,10 @@ def _text_learner(
         drawn = first_weights(plan.model, settings.seed)
         fill(learner, drawn if first is None else first.tensors.items())
         return learner
-    model = build_model(plan.model, settings.seed, device, ops)
-    if first is not None:
+    if first is None:
+        model = build_model(plan.model, settings.seed, device, ops)
+    else:
+        model = TransformerLM(plan.model, ops, device="meta").to_empty(device=device)
         model.load_state_dict(first.tensors)
     return Learner(model, settings, warn=warn, ranks=ranks)
 

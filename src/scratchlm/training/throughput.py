@@ -60,9 +60,14 @@ def make_throughput(
     device: torch.device,
     matmul_rate: float | None = None,
     ranks: int = 1,
+    *,
+    row_length: int | None = None,
 ) -> Throughput:
-    """Make the throughput meter of a run; without a matmul rate there is no MFU."""
-    flops = float(training_flops_per_token(model, model.context_length, CONVENTION))
+    """Make the throughput meter of a run; without a matmul rate there is no MFU.
+
+    `row_length`: the tokens of a sequence, if not the model's whole context.
+    """
+    flops = float(training_flops_per_token(model, row_length or model.context_length, CONVENTION))
     return Throughput(tokens_per_step, flops, matmul_rate, device, ranks)
 
 
