@@ -11,7 +11,7 @@ SPREAD := -n $(PYTEST_WORKERS) --dist worksteal
 # Compiled modules are kept, whatever the shell says: tests start many processes.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: install demo check lint types test test-quick test-slow bench bench-cpu bench-gpu docs clean
+.PHONY: install demo check lint types test test-quick test-slow test-gpu bench bench-cpu bench-gpu docs clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -66,8 +66,14 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/projection.py
 	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
 
-# Needs a GPU. BENCH_PYTHON=python3 runs it from the checkout, with whatever torch is there.
+# Both need a GPU. BENCH_PYTHON=python3 runs from the checkout, with whatever torch is there.
 BENCH_PYTHON ?= $(BIN)/python
+# GPU_TESTS: files, or a selection ("-m cuda" takes what is slow, too); workers share the GPU, and
+# mostly wait for the compilers of kernels.
+GPU_WORKERS ?= 6
+GPU_TESTS ?= -m "cuda and not slow"
+test-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
+	PYTHONPATH=src $(BENCH_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist worksteal -rs --durations 20 $(GPU_TESTS)
 bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(STAMP))
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/train_gpu.py
 	PYTHONPATH=src:bench $(BENCH_PYTHON) bench/optimizer.py
