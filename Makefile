@@ -63,6 +63,7 @@ bench-cpu: $(STAMP)
 	$(BIN)/python bench/quantized.py speed
 	$(BIN)/python bench/speculation.py
 	$(BIN)/python bench/shared_cpu.py
+	$(BIN)/python bench/shared_cpu.py --command
 	$(BIN)/python bench/projection.py
 	$(BIN)/python bench/shakespeare.py cpu $(SHAKESPEARE)
 
