@@ -169,6 +169,7 @@ class CPURunner:
         made = [_layer(layer, cache, i) for i, layer in enumerate(layers)]
         self._layers = (_Layer * len(made))(*made)
         rope = model.rope
+        assert rope is None or rope.cos.dtype == rope.sin.dtype == torch.float32
         ffn = config.ffn
         positions: Any = model.position_embeddings
         table = getattr(positions, "weight", getattr(positions, "table", None))
@@ -243,6 +244,7 @@ def _norm(module: nn.Module | None) -> _Norm:
 def _address(tensor: Any) -> int | None:
     if tensor is None:
         return None
+    assert tensor.dtype in DTYPES
     assert tensor.is_contiguous()
     return int(tensor.data_ptr())
 

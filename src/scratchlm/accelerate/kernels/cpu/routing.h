@@ -47,10 +47,11 @@ inline void choose_experts(float* p, long experts, long k, bool renormalize, Cho
         for (long j = 0; j < k; ++j) to[j].weight /= chosen;
 }
 
-// Give each choice its row, and list each expert's rows, at most `most` at a time.
+// Give each choice its row, and list each expert's rows, at most `most` at a time. `ends` has room
+// for an expert more, `lists` for `experts` + count / `most`: a thread in a phase takes no memory.
 inline void sort_by_expert(std::vector<Choice>& choices, long count, long experts, long most,
-                           std::vector<ExpertRows>& lists) {
-    std::vector<long> ends(experts + 1);
+                           std::vector<long>& ends, std::vector<ExpertRows>& lists) {
+    std::fill(ends.begin(), ends.end(), 0);
     for (long i = 0; i < count; ++i) ++ends[choices[i].expert + 1];
     lists.clear();
     for (long e = 0; e < experts; ++e) {

@@ -19,8 +19,8 @@
 namespace {
 
 constexpr int64_t LAST = -1;
-constexpr long TOKENS = 64;         // rows of a product at a time
-constexpr long FEW = 8;             // rows of what is done row by row
+constexpr long TOKENS = 64;          // rows of a product at a time
+constexpr long FEW = 8;              // rows of what is done row by row
 constexpr long WEIGHTS = 128 << 10;  // bytes of a matrix at a time
 constexpr long MOST_COLUMNS = 64;
 constexpr double WORTH_SHARING = 1 << 21;  // products of a step
@@ -59,12 +59,14 @@ class Forward {
     // Rows of a power of two would all lie in the same few sets of the cache.
     static long padded(long width) { return width + 16; }
     long routed() const { return round_up(m.num_experts, LANES); }
+    long ffn_rows() const { return std::max<long>(m.experts_per_token, 1); }  // of a token
     long score_stride() const { return round_up(reach, LANES) + 2 * LANES; }
 
     float *x, *x_last, *normed, *qkv, *attn_out, *hidden, *rounded;  // of all threads
     float *route_logits, *expert_in, *expert_out;
     mutable std::vector<Choice> choices;  // of a layer
     mutable std::vector<ExpertRows> expert_rows;
+    mutable std::vector<long> expert_ends;
     bool quantized = false;
 
     struct Mine {  // of one thread
@@ -119,18 +121,19 @@ class Forward {
     Result run(int threads) {
         long count = (long)tokens.size(), some = (long)chosen.size();
         if (count == 0) return DONE;
-        long chosen_experts = std::max<long>(m.experts_per_token, 1);
         double work = (double)count * m.num_layers * m.d_model *
-                          (qkv_width() + 2 * m.d_ff * chosen_experts) +
+                          (qkv_width() + 2 * m.d_ff * ffn_rows()) +
                       (double)some * m.vocab * m.d_model;
         if (work < WORTH_SHARING) threads = 1;
         long widths = m.d_model + padded(m.d_model) + qkv_width() + padded(heads_width()) +
-                      padded(m.d_ff) * chosen_experts;
+                      padded(m.d_ff) * ffn_rows();
         if (m.num_experts)
             widths += routed() + (padded(m.d_model) + m.d_model) * m.experts_per_token;
         choices.resize(count * m.experts_per_token);
+        expert_rows.reserve(m.num_experts + count * m.experts_per_token / TOKENS);
+        expert_ends.resize(m.num_experts + 1);
         long widest = std::max({m.d_model, heads_width(), m.d_ff});
-        long room_of_rounded = quantized ? Rounded::numbers(count * chosen_experts, widest) : 0;
+        long room_of_rounded = quantized ? Rounded::numbers(count * ffn_rows(), widest) : 0;
         Memory shared(count * widths + round_up(some * m.d_model, 16) + room_of_rounded);
         long room = round_up(room_of_thread(), 16);
         Memory own(threads * room);
@@ -140,7 +143,7 @@ class Forward {
         qkv = normed + count * padded(m.d_model);
         attn_out = qkv + count * qkv_width();
         hidden = attn_out + count * padded(heads_width());
-        route_logits = hidden + count * padded(m.d_ff) * chosen_experts;
+        route_logits = hidden + count * padded(m.d_ff) * ffn_rows();
         expert_in = route_logits + (m.num_experts ? count * routed() : 0);
         expert_out = expert_in + count * padded(m.d_model) * m.experts_per_token;
         x_last = expert_out + count * m.d_model * m.experts_per_token;
@@ -284,8 +287,7 @@ class Forward {
         });
     }
     Rounded of_width(long depth) const {
-        return Rounded(rounded, (long)tokens.size() * std::max<long>(m.experts_per_token, 1),
-                       depth);
+        return Rounded(rounded, (long)tokens.size() * ffn_rows(), depth);
     }
 
     // Norm and rotate a token's queries and keys; write its keys and values to their page.
@@ -449,7 +451,7 @@ class Forward {
             });
         });
         phases.run(1, [&](long) {
-            sort_by_expert(choices, all_rows, m.num_experts, TOKENS, expert_rows);
+            sort_by_expert(choices, all_rows, m.num_experts, TOKENS, expert_ends, expert_rows);
         });
         phases.run(blocks(all_rows, FEW), [&](long u) {
             for_rows(u, all_rows, [&](long i) {
