@@ -5,6 +5,7 @@ the GPU's kernels: it holds what they hold. A slice of logits is made small, so 
 several as there are in earnest.
 """
 
+import gc
 import json
 from functools import partial
 
@@ -29,6 +30,7 @@ def small_slices(monkeypatch):
 
 
 def measured_peak(config, setup, trace):
+    gc.collect()  # the model of the case before is in a cycle: freed below, it would be taken off
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         low = torch.bfloat16 if setup.precision == "bf16" else None
         model = accelerated_model(config, setup.execution, low)
