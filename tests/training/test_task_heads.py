@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from functools import partial
 
 import pytest
@@ -16,7 +17,9 @@ from scratchlm.data.conversations import Example
 from scratchlm.data.examples import write_examples
 from scratchlm.data.labelled import find_labels, read_answered, read_classified
 from scratchlm.errors import ScratchLMError
-from scratchlm.inference.heads import answer, best_span, classify, load_head
+from scratchlm.inference.heads import LoadedHead, answer, best_span, classify, load_head
+from scratchlm.model.heads import SpanLogits
+from scratchlm.tokenizer import Tokenizer, train_bpe
 from scratchlm.tokenizer.task_inputs import question_ids
 from scratchlm.training import read_metrics
 from scratchlm.training.heads import HeadBatches, HeadValidation, count_right, head_loss
@@ -183,6 +186,53 @@ def test_the_marked_tokens_are_those_of_the_answer(tmp_path):
     assert asked.tokens_of(0, 3) == (5, 7)
 
 
+@pytest.mark.parametrize("normalization", [None, "NFC"])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_an_answer_is_whole_characters_of_the_context_as_it_was_written(
+    normalization, form, tmp_path
+):
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [], normalization=normalization)
+    context, said = (
+        unicodedata.normalize(form, text) for text in ("Größe é süß 한글.", "süß 한글")
+    )
+    record = {"question": "Wie?", "context": context, "answer": said}
+    (example,) = read_answered(write(tmp_path / "q.jsonl", [record]), tokenizer, 99)
+    marked = [i for i, learns in enumerate(example.learns) if learns]
+    text = bytes(example.ids[marked[0] : marked[-1] + 1]).decode()
+    assert text == (unicodedata.normalize("NFC", said) if normalization else said)
+
+    config, head = ModelConfig(256, 64, 8, 1, 1), TaskHead("qa")
+    for last in (marked[-1], marked[-1] - 1):  # the second is within a character
+        model = points_at(marked[0], last)
+        loaded = LoadedHead(model, head, tokenizer, config, tmp_path)
+        (found,) = answer(loaded, [("Wie?", context)])
+        assert context[found.start : found.end] == found.text == said
+
+
+def points_at(*ends):
+    """Return a model that finds every answer from one token to another."""
+
+    def model(ids, attention_mask):
+        return SpanLogits(*(torch.eye(ids.shape[1])[None, at] for at in ends))
+
+    model.token_embeddings = torch.nn.Embedding(1, 1)
+    return model
+
+
+def test_a_token_holds_the_characters_that_it_holds_for_hugging_face(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text("Größe süß 한국어 日本 🙂 " * 30)
+    tokenizer = Tokenizer(*train_bpe(tmp_path / "text.txt", 275, []))
+    tokenizer.save(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.post_processor = None  # which leaves spaces out
+    for text in ("süß 本日 🙂🙃 나라", "e\u0301ö日"):
+        found = question_ids(tokenizer, "?", text)
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert found.ids[found.first :] == expected.ids
+        assert found.spans == expected.offsets
+
+
 def test_the_best_span_begins_before_it_ends_and_is_short_enough():
     start, end = torch.tensor([0.0, 1.0, 9.0, 0.0]), torch.tensor([9.0, 2.0, 0.0, 3.0])
     assert best_span(start, end) == (2, 3)
@@ -293,7 +343,7 @@ def test_what_cannot_be_asked_is_one_line(cli, words, told):
 def test_a_head_answers_only_what_it_was_made_for():
     from pathlib import Path
 
-    from scratchlm.inference.heads import LoadedHead, make_head
+    from scratchlm.inference.heads import make_head
 
     config = ModelConfig(257, 16, 16, 1, 2)
     head = TaskHead("qa")

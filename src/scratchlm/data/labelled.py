@@ -62,8 +62,7 @@ def read_answered(
         context, answer, start = answer_in(record)
         asked = question_ids(tokenizer, check_text(record, "question"), context)
         ids = _fitting(asked.ids, longest)
-        begin = len(context[:start].encode())
-        first, last = asked.tokens_of(begin, begin + len(answer.encode()))
+        first, last = asked.tokens_of(start, start + len(answer))
         return Example(ids, [first <= i <= last for i in range(len(ids))])
 
     return [example for _, example in _each(path, encode)]

@@ -219,10 +219,8 @@ def best_span(
 def _best(one: QuestionInput, start: Tensor, end: Tensor) -> Answer:
     first, last = best_span(start, end)
     share = (start.log_softmax(-1)[first] + end.log_softmax(-1)[last]).exp().item()
-    begin, stop = one.ends[first - 1] if first else 0, one.ends[last]
-    raw = one.context[begin:stop].decode(errors="replace")
-    left = len(raw) - len(raw.lstrip())
-    at = len(one.context[:begin].decode(errors="replace")) + left
+    raw = one.context[one.spans[first][0] : one.spans[last][1]]
+    at = one.spans[first][0] + len(raw) - len(raw.lstrip())
     text = raw.strip()
     return Answer(text, at, at + len(text), share)
 

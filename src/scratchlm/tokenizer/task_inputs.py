@@ -8,26 +8,33 @@ A head reads what its token has seen, which is what stands before it: the questi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unicodedata import combining, is_normalized, normalize
 
 from scratchlm.tokenizer.bpe import Tokenizer
+
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class QuestionInput:
-    """The ids of a question and its context, and the bytes of the context each token stands for."""
+    """The ids of a question and its context, and the characters each token of the context holds.
+
+    A token that holds a part of a character's bytes counts as holding it, as for Hugging Face's
+    tokenizers: an answer is whole characters.
+    """
 
     ids: list[int]
     first: int  # the context's first token
-    ends: list[int]  # after each of the context's tokens, in bytes
-    context: bytes
+    spans: list[Span]  # of each of the context's tokens
+    context: str
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first and the last token that hold bytes of the context's [start, end)."""
-        begins = [0, *self.ends[:-1]]
-        first = next(i for i, token_end in enumerate(self.ends) if token_end > start)
-        last = max(i for i, begin in enumerate(begins) if begin < end)
+        """Return the first and the last token that hold some of the context's [start, end)."""
+        first = next(i for i, span in enumerate(self.spans) if span[1] > start)
+        last = max(i for i, span in enumerate(self.spans) if span[0] < end)
         return self.first + first, self.first + last
 
 
@@ -43,10 +50,32 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 def question_ids(tokenizer: Any, question: str, context: str) -> QuestionInput:
     """Encode a question and the text that holds its answer."""
     asked = text_ids(tokenizer, question + "\n")
-    ids, ends, at = tokenizer.encode(context, allowed_special=()), [], 0
+    ids, spans, at = tokenizer.encode(context, allowed_special=()), list[Span](), 0
     if not ids:
         raise ValueError("a context must hold at least one token; got an empty one")
+    held = [span for char, span in _characters(tokenizer, context) for _ in char.encode()]
     for token in ids:
-        at += len(tokenizer.decode_bytes([token]))
-        ends.append(at)
-    return QuestionInput([*asked, *ids], len(asked), ends, context.encode())
+        size = len(tokenizer.decode_bytes([token]))
+        spans.append((held[at][0], held[at + size - 1][1]))
+        at += size
+    return QuestionInput([*asked, *ids], len(asked), spans, context)
+
+
+def _characters(tokenizer: Any, text: str) -> Iterator[tuple[str, Span]]:
+    """Yield the characters a tokenizer encodes, and those of the text each came from."""
+    if not getattr(tokenizer, "normalization", None) or is_normalized("NFC", text):
+        yield from ((char, (at, at + 1)) for at, char in enumerate(text))
+        return
+    begin = 0
+    for end in range(1, len(text) + 1):
+        if end == len(text) or _begins_anew(text[end], text[begin:end]):
+            yield from ((char, (begin, end)) for char in normalize("NFC", text[begin:end]))
+            begin = end
+
+
+def _begins_anew(char: str, before: str) -> bool:
+    """Say whether a character is composed with nothing that stands before it."""
+    if combining(char):
+        return False
+    apart = normalize("NFC", before) + normalize("NFC", char)
+    return normalize("NFC", before + char) == apart
