@@ -16,8 +16,7 @@ from interop.hf_models import (
 from scratchlm import config as c
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import read_hf, to_hf_config, write_hf
-from scratchlm.interop.writing import half_layout
-from scratchlm.model import change_rope_layout
+from scratchlm.interop.writing import half_layout, interleaved_layout
 from tiny_models import FAMILIES, PLAIN, build
 
 INTERLEAVED_QWEN3 = FAMILIES["qwen3"].replace(positions=c.Rotary(1e6, "interleaved"))
@@ -94,10 +93,20 @@ def test_a_model_no_family_can_represent_is_refused_with_the_reason(name, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shape", [(24, 7), (24,)])
-def test_the_half_layout_is_the_models_own_permutation(shape):
-    rows = torch.randn(shape)
-    assert torch.equal(half_layout(rows, 8), change_rope_layout(rows, 8, "half"))
+@pytest.mark.parametrize(
+    ("here", "there", "change"),
+    [("interleaved", "half", half_layout), ("half", "interleaved", interleaved_layout)],
+)
+def test_queries_and_keys_in_the_other_layout_give_the_same_model(here, there, change):
+    config = PLAIN.replace(num_kv_heads=2, positions=c.Rotary(layout=here))
+    model, ids = build(config), token_ids(seq=9, vocab=29)
+    state = model.state_dict()
+    for name in state:
+        if "q_proj" in name or "k_proj" in name:
+            state[name] = change(state[name], config.d_head)
+    other = build(config.replace(positions=c.Rotary(layout=there)))
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(ids), model(ids), atol=1e-12, rtol=1e-11)
 
 
 def test_olmo_is_exported_only_with_norm_weights_of_one(tmp_path):

@@ -17,7 +17,6 @@ from scratchlm.model import (
     RotaryEmbedding,
     SequenceClassifier,
     SinusoidalPositions,
-    change_rope_layout,
 )
 from scratchlm.ops import OPS
 from tiny_models import PLAIN, build, ids
@@ -283,11 +282,6 @@ CASES = {
         lambda: RotaryEmbedding(1e4, 4, 8)(torch.randn(3, 4), torch.arange(2)),
         ValueError,
         "token_positions must name one position per element; got 2 for",
-    ),
-    "change layout": (
-        lambda: change_rope_layout(torch.randn(4, 4), 4, "other"),
-        ValueError,
-        "layout must be one of interleaved, half; got 'other'",
     ),
     "sinusoid odd": (
         lambda: SinusoidalPositions(8, 5),

@@ -201,23 +201,6 @@ def test_a_window_as_long_as_the_text_hides_nothing():
     assert (narrow(tokens)[:, 8] - plain[:, 8]).abs().max() > 1e-6
 
 
-def test_changing_the_rope_layout_of_the_weights_keeps_the_model():
-    from scratchlm.model import change_rope_layout
-
-    for here, there in (("interleaved", "half"), ("half", "interleaved")):
-        config = PLAIN.replace(num_kv_heads=2, positions=c.Rotary(layout=here))
-        model = build(config)
-        state = model.state_dict()
-        for name in state:
-            if "q_proj" in name or "k_proj" in name:
-                state[name] = change_rope_layout(state[name], config.d_head, there)
-        other = TransformerLM(config.replace(positions=c.Rotary(layout=there)), dtype=torch.float64)
-        other.load_state_dict(state)
-        torch.testing.assert_close(other(ids(2, 9)), model(ids(2, 9)), **TIGHT)
-        back = change_rope_layout(state["layers.0.attn.q_proj.weight"], config.d_head, here)
-        assert torch.equal(back, model.state_dict()["layers.0.attn.q_proj.weight"])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_model_fast_equals_reference(family):
     config = FAMILIES[family]

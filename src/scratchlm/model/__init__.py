@@ -15,7 +15,7 @@ from scratchlm.model.layers import (
     TiedHead,
 )
 from scratchlm.model.moe import ExpertLinear, MoE
-from scratchlm.model.rotary import RotaryEmbedding, change_rope_layout, rotary_frequencies
+from scratchlm.model.rotary import RotaryEmbedding, rotary_frequencies
 from scratchlm.model.transformer import Transformer, TransformerLM
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "MLP",
     "RotaryEmbedding",
     "rotary_frequencies",
-    "change_rope_layout",
     "SinusoidalPositions",
     "MultiHeadSelfAttention",
     "ForwardContext",

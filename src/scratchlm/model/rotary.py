@@ -13,7 +13,6 @@ import math
 from typing import Literal, assert_never
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -154,15 +153,3 @@ class RotaryEmbedding(PositionTables):
         if 2 < cos.ndim == x.ndim - 1:  # positions by row: the same for all heads of a row
             cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
         return self.ops.rope(x, cos, sin, self.layout)
-
-
-def change_rope_layout(
-    weight: Float[Tensor, "rows ..."], d_head: int, to: Layout
-) -> Float[Tensor, "rows ..."]:
-    """Permute a query or key weight (or bias) so that the other layout gives the same model."""
-    if to not in ("interleaved", "half"):
-        raise ValueError(f"layout must be one of interleaved, half; got {to!r}")
-    by_pair, by_half = "(head pair two) ... -> ", "(head two pair) ... -> "
-    if to == "half":
-        return rearrange(weight, by_pair + "(head two pair) ...", two=2, pair=d_head // 2)
-    return rearrange(weight, by_half + "(head pair two) ...", two=2, pair=d_head // 2)
