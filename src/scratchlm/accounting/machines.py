@@ -28,8 +28,6 @@ class Machine:
     bf16: float | None  # FLOP/s; None: the machine has no such unit
     fp16: float | None
     fp32: float  # without tensor cores
-    tf32: float | None = None
-    fp8: float | None = None
     price: float | None = None  # US dollars an hour
     measured: bool = False
     link: int | None = None  # bytes/s out of one GPU within its node; None: not known
@@ -57,8 +55,6 @@ def _gpu(
     gb_per_s: float,
     bf16: float | None,
     fp32: float,
-    tf32: float | None = None,
-    fp8: float | None = None,
     fp16: float | None = None,
     price: float | None = None,
     link: int | None = None,
@@ -75,8 +71,6 @@ def _gpu(
         rate(bf16),
         half,
         fp32 * T,
-        rate(tf32),
-        rate(fp8),
         price,
         link=None if link is None else link * GB,
     )
@@ -93,23 +87,23 @@ def ring_rate(link: float, group: int, in_node: int) -> float:
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        #    name         GiB    GB/s   bf16    fp32   tf32   fp8
+        #    name         GiB    GB/s   bf16    fp32
         _gpu("t4", 16, 320, None, 8.1, fp16=65, price=0.35, link=16),
         _gpu("v100-16", 16, 900, None, 15.7, fp16=125, price=0.60, link=150),
         _gpu("v100-32", 32, 900, None, 15.7, fp16=125, price=0.80, link=150),
-        _gpu("a10g", 24, 600, 70, 31.5, 35, price=1.00, link=32),
-        _gpu("l4", 24, 300, 121, 30.3, 60, 242, price=0.70, link=32),
-        _gpu("l40s", 48, 864, 362, 91.6, 183, 733, price=1.00, link=32),
-        _gpu("a100-40", 40, 1_555, 312, 19.5, 156, price=1.30, link=300),
-        _gpu("a100-80", 80, 2_039, 312, 19.5, 156, price=1.80, link=300),
-        _gpu("h100-pcie", 80, 2_000, 756, 51.2, 378, 1_513, price=2.40, link=64),
-        _gpu("h100-sxm", 80, 3_350, 989, 66.9, 495, 1_979, price=3.00, link=450),
-        _gpu("h200", 141, 4_800, 989, 66.9, 495, 1_979, price=3.80, link=450),
-        _gpu("b200", 180, 8_000, 2_250, 75, 1_125, 4_500, price=5.00, link=900),
-        _gpu("rtx3090", 24, 936, 71, 35.6, 35.6, price=0.25, link=32),
-        _gpu("rtx4090", 24, 1_008, 165, 82.6, 82.6, 330, price=0.40, link=32),
-        _gpu("rtx5090", 32, 1_792, 209.5, 104.8, 104.8, 419, price=0.70, link=64),
-        _gpu("mi300x", 192, 5_300, 1_307, 163.4, 654, 2_615, price=2.50, link=448),
+        _gpu("a10g", 24, 600, 70, 31.5, price=1.00, link=32),
+        _gpu("l4", 24, 300, 121, 30.3, price=0.70, link=32),
+        _gpu("l40s", 48, 864, 362, 91.6, price=1.00, link=32),
+        _gpu("a100-40", 40, 1_555, 312, 19.5, price=1.30, link=300),
+        _gpu("a100-80", 80, 2_039, 312, 19.5, price=1.80, link=300),
+        _gpu("h100-pcie", 80, 2_000, 756, 51.2, price=2.40, link=64),
+        _gpu("h100-sxm", 80, 3_350, 989, 66.9, price=3.00, link=450),
+        _gpu("h200", 141, 4_800, 989, 66.9, price=3.80, link=450),
+        _gpu("b200", 180, 8_000, 2_250, 75, price=5.00, link=900),
+        _gpu("rtx3090", 24, 936, 71, 35.6, price=0.25, link=32),
+        _gpu("rtx4090", 24, 1_008, 165, 82.6, price=0.40, link=32),
+        _gpu("rtx5090", 32, 1_792, 209.5, 104.8, price=0.70, link=64),
+        _gpu("mi300x", 192, 5_300, 1_307, 163.4, price=2.50, link=448),
     )
 }
 
