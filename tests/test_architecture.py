@@ -48,7 +48,7 @@ MAY_IMPORT = {
     },
     "inspect": {"ops", "model", "quantization", "inference", "errors"},
     "evaluation": {"inference", "tokenizer", "errors", "untrusted"},
-    "check": {"ops", "model", "training", "tokenizer", "data", "config", "errors"},
+    "check": {"ops", "model", "training", "tokenizer", "data", "config", "errors", "untrusted"},
     "serve": {
         *("inference", "inspect", "accounting", "config", "model", "tokenizer", "errors"),
         "ops",  # the page shows the formulas

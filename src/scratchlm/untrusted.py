@@ -2,8 +2,8 @@
 
 Every file that somebody else may have made (weights, configs, tokenizers, token files, manifests,
 logs) is opened here. A FIFO or a device is refused without waiting for it; JSON and TOML are read
-strictly: a size limit, no key twice, no NaN, no nesting that exhausts the stack. What is wrong is
-one line with the file's name.
+strictly: a size limit, no key twice, no NaN, no nesting that exhausts the stack. A byte order mark
+before a text is dropped. What is wrong is one line with the file's name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from scratchlm.errors import ScratchLMError
 
 MIB = 1 << 20
+BOM = "\ufeff"  # some editors write it before UTF-8; it is no part of the text
 # What the small files of a model or a run may take; real ones need a hundredth of it.
 MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES = MIB, 64 * MIB
 MAX_SIDECAR_BYTES, MAX_TOKENIZER_BYTES = 64 * MIB, 256 * MIB
@@ -102,7 +103,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
     """Read a regular file of UTF-8 text; line ends stay as they are."""
     try:
-        return read_bytes(path, max_bytes).decode("utf-8")
+        return read_bytes(path, max_bytes).decode("utf-8").removeprefix(BOM)
     except UnicodeDecodeError as error:
         raise ScratchLMError(f"{os.fspath(path)}: not UTF-8 at byte {error.start}") from None
 
@@ -130,7 +131,9 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     """Parse a JSON object; a key that stands twice, NaN and Infinity are refused."""
     try:
         value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+            text.decode("utf-8").removeprefix(BOM),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
         )
     except RecursionError:
         raise ScratchLMError(f"{what}: not valid JSON: nested too deeply") from None

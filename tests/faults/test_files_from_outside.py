@@ -1,5 +1,7 @@
 """Every file from outside is a regular file of bounded size, or is refused at once by its name."""
 
+import codecs
+import io
 import json
 import os
 import shutil
@@ -13,16 +15,19 @@ import torch
 from faults.mutations import TUNING_READERS, write_tuning_files
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
+from scratchlm.check.loading import read_source
 from scratchlm.cli.account_models import find_model
+from scratchlm.cli.terminal import read_prompt
 from scratchlm.config import load_config, preset, to_json, to_toml
-from scratchlm.data import TokenFile
+from scratchlm.data import TokenFile, iter_documents
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
 from scratchlm.interop import read_gguf, read_hf, write_gguf, write_hf
 from scratchlm.tokenizer import load_tokenizer, train_bpe
 from scratchlm.tokenizer.bpe import Tokenizer
+from scratchlm.tokenizer.training import read_text as pieces_of_text
 from scratchlm.training import read_metrics, read_plan
-from scratchlm.untrusted import read_bytes, read_json, read_toml
+from scratchlm.untrusted import read_bytes, read_json, read_text, read_toml
 from training.tiny import write_data
 
 CONFIG = ModelConfig(vocab_size=260, context_length=8, d_model=8, num_layers=1, num_heads=2)
@@ -51,6 +56,8 @@ def good(tmp_path_factory):
     (here / "gpt2" / "merges.txt").write_text("#version: 0.2\n")
     (here / "c.toml").write_text(to_toml(preset("gpt2")))
     (here / "c.json").write_text(to_json(preset("gpt2")))
+    shutil.copy(here / "c.toml", here / "d.toml")
+    (here / "mine.py").write_text("x = 1\n")
     (here / "run" / "metrics.jsonl").write_text('{"step": 0, "samples": []}\n')
     return here
 
@@ -70,6 +77,8 @@ READERS = {  # file -> who reads it
     "gpt2/merges.txt": lambda d: load_tokenizer(d / "gpt2"),
     "c.toml": lambda d: load_config(d / "c.toml"),
     "c.json": lambda d: find_model(str(d / "c.json")),
+    "d.toml": lambda d: find_model(str(d / "d.toml")),
+    "mine.py": lambda d: read_source(d / "mine.py"),
     "run/config.toml": lambda d: read_plan(d / "run"),
     "run/metrics.jsonl": lambda d: read_metrics(d / "run"),
     f"{STEP}/manifest.json": lambda d: ckpt.verify_checkpoint(d / STEP),
@@ -130,6 +139,43 @@ def test_no_fifo_device_or_directory_is_waited_for_or_read(good, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.stdout == "done\n", (done.returncode, done.stdout, done.stderr[-2000:])
+
+
+BY_PROGRAMS = (".gguf", ".bin", ".safetensors", ".parquet", ".examples")
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in READERS if not f.endswith(BY_PROGRAMS) and not f.startswith(STEP)]
+)
+def test_a_byte_order_mark_before_a_file_changes_nothing(good, tmp_path, file):
+    here = tmp_path / "here"
+    shutil.copytree(good, here)
+    before = refusal(file, here)
+    (here / file).write_bytes(codecs.BOM_UTF8 + (here / file).read_bytes())
+    assert refusal(file, here) == before
+
+
+def refusal(file, here):
+    """Return why a file is not taken, or None."""
+    try:
+        READERS[file](here)
+    except REFUSED as error:
+        return str(error)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch):
+    text = "é\ufeff\r\n"
+    for kind, line in (("txt", text), ("jsonl", json.dumps({"text": text}))):
+        file = tmp_path / f"one.{kind}"
+        file.write_bytes(codecs.BOM_UTF8 + line.encode())
+        assert list(iter_documents([file])) == [text]
+    file = tmp_path / "one.txt"
+    assert "".join(pieces_of_text(file)) == read_text(file, 99) == text
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{text}"))
+    assert read_prompt("-") == text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
+    with pytest.raises(ScratchLMError, match="standard input: not UTF-8 at byte 2"):
+        read_prompt("-")
 
 
 def test_a_file_of_more_than_its_bound_is_refused_and_not_read(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 
 from scratchlm.check.tasks import BY_NAME
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_bytes
 
 MODULE = "learner_functions"
 
@@ -80,8 +81,10 @@ class Source:
 def read_source(path: Path) -> Source:
     """Parse a file; what Python cannot read is one line."""
     try:
-        return Source(path, ast.parse(path.read_text(encoding="utf-8"), str(path)))
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        return Source(path, ast.parse(read_bytes(path, MAX_CONFIG_BYTES), str(path)))
+    except RecursionError:
+        raise ScratchLMError(f"{path}: nested too deeply") from None
+    except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line else f"{path}"
         raise ScratchLMError(f"{where}: {getattr(error, 'msg', error)}") from None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
 from scratchlm.errors import ScratchLMError
-from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json
+from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json, read_toml
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
@@ -92,12 +91,10 @@ def stored_format(name: str) -> str | None:
 
 def _read_run(path: Path) -> ModelConfig:
     """Read a model from a TOML file: a model alone, or the [model] table of a run."""
+    table = read_toml(path).get("model")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
         if isinstance(table, dict):
             return from_dict(table)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        pass  # `load_config` says what is wrong with it
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return load_config(path)

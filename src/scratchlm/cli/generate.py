@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
-from scratchlm.cli.terminal import say, visible, warn, write_output
+from scratchlm.cli.terminal import read_prompt, say, visible, warn, write_output
 from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def generate(
         others |= {"--kv-cache": kv_cache, "--logprobs": logprobs is not None}
         others |= {"--no-cache": not cache, "--past-context": past_context != "error"}
         check_beam(beam, num_samples, sampled, others)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     loaded = load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
         "tokenizer": loaded.need_tokenizer(),
@@ -209,7 +209,7 @@ def next_(
 
     from scratchlm.inference import next_tokens
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     loaded = load(model, checkpoint, device, dtype, accelerate)
     tokenizer = loaded.need_tokenizer()
     if attention is not None:

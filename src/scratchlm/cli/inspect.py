@@ -18,7 +18,7 @@ from scratchlm.cli.generate import (
     draw_bar,
     load,
 )
-from scratchlm.cli.terminal import visible
+from scratchlm.cli.terminal import read_prompt, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def inspect(
     from scratchlm.inspect.report import report
 
     loaded = load(model, checkpoint, device, dtype, accelerate)
-    tokenizer, text = loaded.need_tokenizer(), sys.stdin.read() if prompt == "-" else prompt
+    tokenizer, text = loaded.need_tokenizer(), read_prompt(prompt)
     if against is not None and attribute is None:
         raise ValueError("--against needs --attribute")
     head = None if attention is None else _head(attention, loaded.model)

@@ -14,6 +14,7 @@ import textwrap
 from typing import TYPE_CHECKING, TextIO
 
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import BOM
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,6 +70,16 @@ def write_output(text: str, flush: bool = True) -> None:
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     if flush:
         sys.stdout.flush()
+
+
+def read_prompt(prompt: str) -> str:
+    """Return a prompt; `-` is what stdin holds."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read().removeprefix(BOM)
+    except UnicodeDecodeError as error:
+        raise ScratchLMError(f"standard input: not UTF-8 at byte {error.start}") from None
 
 
 def open_standard_streams() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import BOM
 
 KINDS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -132,10 +133,13 @@ def check_source(
 
 
 class Utf8:
-    """Decode a stream of bytes; an error names the file and the offset in it."""
+    """Decode a stream of bytes, without the byte order mark that a file may begin with.
+
+    An error names the file and the offset in it.
+    """
 
     def __init__(self, name: str, offset: int = 0) -> None:
-        self.name, self.offset = name, offset
+        self.name, self.offset, self._begins = name, offset, offset == 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
 
     def decode(self, chunk: bytes, final: bool = False) -> str:
@@ -152,6 +156,8 @@ class Utf8:
             cut_off = "the file is cut off within a character" if final else error.reason
             raise ScratchLMError(f"{self.name}: byte {where:,} is not UTF-8 ({cut_off})") from None
         self.offset += len(chunk)
+        if self._begins and text:
+            self._begins, text = False, text.removeprefix(BOM)
         return text
 
     def finish(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ def parse_task(lines: Iterable[bytes], name: str, where: str | None = None) -> T
         at = f"{where}: line {number}"
         if len(line) >= MAX_LINE_BYTES:
             raise ScratchLMError(f"{at}: must not exceed {MAX_LINE_BYTES:,} bytes")
-        table = parse_json(line.removeprefix(BOM_UTF8) if number == 1 else line, at)
+        table = parse_json(line, at)
         try:
             json.dumps(table, ensure_ascii=False).encode()
             found = _kind(table)

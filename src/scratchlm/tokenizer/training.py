@@ -26,6 +26,7 @@ from scratchlm.tokenizer.splitting import RULES, SEPARATOR_BYTE, last_cut
 from scratchlm.tokenizer.streaming import settled_parts
 from scratchlm.tokenizer.vocabulary import MAX_ID, check_special_tokens
 from scratchlm.tokenizer.words import WordIndex, split_bytes
+from scratchlm.untrusted import BOM
 
 # Arguments of a progress callback: the stage ("count": bytes, "merge": merges), done, of how many
 # (0: not known).
@@ -184,14 +185,20 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def read_text(path: str | Path, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Read a UTF-8 file, or standard input for `-`, in pieces; line ends stay as they are."""
+    """Read a UTF-8 file, or standard input for `-`, in pieces; line ends stay as they are.
+
+    A byte order mark before the text is dropped.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
+    offset, begins = 0, True
     from_stdin = str(path) == STDIN
     file = sys.stdin.buffer if from_stdin else open(path, "rb")  # noqa: SIM115 closed below
     try:
         while data := file.read(READ):
-            yield _decoded(decoder, data, False, path, offset)
+            text = _decoded(decoder, data, False, path, offset)
+            if begins and text:
+                begins, text = False, text.removeprefix(BOM)
+            yield text
             offset += len(data)
             if on_read is not None:
                 on_read(len(data))
