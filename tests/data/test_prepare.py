@@ -164,7 +164,13 @@ def test_documents_that_share_a_long_beginning_stay_together(tmp_path):
         "".join(json.dumps({"text": beginning + f"End {i}."}) + "\n" for i in range(20))
     )
     with pytest.raises(ScratchLMError, match="nothing falls on the"):
-        prepare([tmp_path / "a.jsonl"], WordTokenizer(), tmp_path / "out", val_fraction=0.5)
+        prepare(
+            [tmp_path / "a.jsonl"],
+            WordTokenizer(),
+            tmp_path / "out",
+            val_fraction=0.5,
+            split="documents",
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -201,6 +207,42 @@ def test_one_long_document_is_split_at_its_tail_as_nanogpt_does(tmp_path):
     assert ids_of(tmp_path / "out/train") == ids[: int(len(ids) * 0.9)]
     assert ids_of(tmp_path / "out/val") == ids[int(len(ids) * 0.9) :]
     assert made.train.split == "tail 0.1"
+
+
+@pytest.mark.parametrize("shift", range(8))  # whatever side the hashes choose
+@pytest.mark.parametrize("kind", ["two files", "records"])
+def test_where_whole_documents_would_hold_out_too_little_or_too_much_the_end_is(
+    tmp_path, kind, shift
+):
+    texts = [" ".join(f"w{i}" for i in range(first, first + 500)) for first in (shift, 900)]
+    folder, tokenizer = tmp_path / "texts", WordTokenizer()
+    folder.mkdir()
+    if kind == "two files":
+        for name, text in zip("ab", texts, strict=True):
+            (folder / name).write_text(text)
+    else:
+        texts = [text for text in texts if side_of(text, 0.1) == "train"]
+        (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    made = prepare([folder], tokenizer, tmp_path / "out", val_fraction=0.1)
+    closing = tokenizer.special_tokens[EOT]
+    ids = [i for text in texts for i in (*tokenizer.encode_array(text).tolist(), closing)]
+    keep = int((len(ids) - 1) * 0.9)
+    assert ids_of(tmp_path / "out/train") == ids[:keep]
+    assert ids_of(tmp_path / "out/val") == ids[keep:]
+    assert made.train.split == "tail 0.1"
+    assert "too few" in "".join(made.notes)
+    again = prepare([folder], tokenizer, tmp_path / "out", val_fraction=0.1)
+    assert again.resumed_parts == again.parts
+
+
+def test_many_files_are_held_out_whole(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in range(100):
+        (folder / f"{name}.txt").write_text(f"text {name}, " + "words " * 20)
+    made = prepare([folder], WordTokenizer(), tmp_path / "out", val_fraction=0.2)
+    assert made.train.split == "documents 0.2"
+    assert made.train.documents + made.val.documents == 100
 
 
 def test_no_validation_writes_no_validation_file(tmp_path):

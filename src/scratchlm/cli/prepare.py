@@ -46,7 +46,7 @@ def prepare(
         str,
         typer.Option(
             help="documents: whole documents go to either side. tail: the end validates. "
-            "auto: tail where everything is one document."
+            "auto: documents, but tail where they are too few."
         ),
     ] = "auto",
     separator: Annotated[

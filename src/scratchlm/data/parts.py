@@ -47,7 +47,7 @@ def cut_source(source: Source, separator: str | None, val_fraction: float | None
     one_document = source.kind == "text" and separator is None
     side = None
     if one_document:
-        side = "train" if val_fraction is None else side_of(_head(source), val_fraction)
+        side = "train" if val_fraction is None else side_of(read_head(source), val_fraction)
     if source.gzipped:
         return [Part(source, 0, None, True, side, source.size)]
     cuts = [0, *_boundaries(source, separator), source.size]
@@ -57,7 +57,8 @@ def cut_source(source: Source, separator: str | None, val_fraction: float | None
     ]
 
 
-def _head(source: Source) -> str:
+def read_head(source: Source) -> str:
+    """Read the beginning of a source, which chooses its side."""
     for piece in read_pieces(source):
         return head_of(piece.text)
     return ""

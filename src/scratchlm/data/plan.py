@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scratchlm.data.encoding import EncodeOptions, Tokenizer
-from scratchlm.data.parts import Part, cut_source
+from scratchlm.data.parts import Part, cut_source, read_head
 from scratchlm.data.sources import Checked, Source, check_source
+from scratchlm.data.split import is_fair, side_of
 from scratchlm.data.token_file import FORMAT_VERSION
 from scratchlm.errors import ScratchLMError
 
@@ -44,6 +45,7 @@ class Plan:
     keys: list[str]
     options: EncodeOptions
     split: str
+    may_cut: bool  # the split was left to us: if no document is held out, the tail is
     val_fraction: float
     name: str
 
@@ -98,11 +100,11 @@ def make_plan(
     val_fraction: float,
 ) -> Plan:
     """Resolve the split, cut the sources into parts, and compute the keys."""
+    may_cut = split == "auto"
     if val_fraction == 0:
         split = "none"
-    elif split == "auto":
-        one_document = len(sources) == 1 and sources[0].kind == "text" and not options.separator
-        split = "tail" if one_document else "documents"
+    elif may_cut:
+        split = _choose_split(sources, options.separator, val_fraction)
     by_document = val_fraction if split == "documents" else None
     options = replace(options, val_fraction=by_document)
     fixed = [FORMAT_VERSION, tokenizer.fingerprint(), tokenizer.vocab_size, asdict(options)]
@@ -115,7 +117,16 @@ def make_plan(
             keys.append(_digest([*fixed, known.sha256, *range_, part.ends_document]))
     names = [source.name for source in sources]
     name = _digest([keys, names, split, val_fraction])
-    return Plan(sources, checked, parts, keys, options, split, val_fraction, name)
+    return Plan(sources, checked, parts, keys, options, split, may_cut, val_fraction, name)
+
+
+def _choose_split(sources: list[Source], separator: str | None, val_fraction: float) -> str:
+    """Hold out whole documents, unless they are files of which no fair part would be held out."""
+    if separator or any(source.kind != "text" for source in sources):
+        return "documents"
+    sides = [side_of(read_head(source), val_fraction) for source in sources]
+    fair = is_fair([source.size for source in sources], sides, val_fraction)
+    return "documents" if fair else "tail"
 
 
 def _digest(value: object) -> str:

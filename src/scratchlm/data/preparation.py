@@ -67,7 +67,7 @@ def prepare(
     sources: text, .jsonl and .parquet files (also .gz), directories, globs, or `-` for stdin.
     separator: where text files are split into documents; without it a file is one document.
     end_of_text: the special token that ends each document; `<|endoftext|>` if there is one.
-    split: "documents", "tail", or "auto": tail where everything is one document (`split.py`).
+    split: "documents", "tail", or "auto": tail where documents are too few (`split.py`).
 
     After a kill, the same call resumes; when finished, it returns at once.
     """
@@ -256,7 +256,10 @@ def _file_infos(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str,
     }
     if not sum(counts.values()):
         raise ScratchLMError("the sources hold no text: every document is empty")
-    if plan.split == "tail":
+    split = plan.split
+    if split == "documents" and plan.may_cut and not counts["val"]:
+        split = "tail"
+    if split == "tail":
         all_ids = counts["train"]
         closing = 0 if plan.options.end_of_text is None else 1
         keep = tail_cut(all_ids - closing, plan.val_fraction)
@@ -270,7 +273,7 @@ def _file_infos(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str,
                 f"{last.counts.train_documents + last.counts.val_documents}, val_fraction="
                 f"{plan.val_fraction}): use split 'tail' or another val_fraction"
             )
-    if plan.split == "tail":
+    if split == "tail":
         crc32["train"], crc32["val"] = journal.move_tail(counts["train"])
     records = tuple(
         SourceRecord(source.name, source.size, known.sha256)
@@ -286,7 +289,7 @@ def _file_infos(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str,
             crc32=crc32[side],
             end_of_text=plan.options.end_of_text,
             documents=documents[side],
-            split=plan.split if plan.split == "none" else f"{plan.split} {plan.val_fraction}",
+            split=split if split == "none" else f"{split} {plan.val_fraction}",
             plan=plan.name,
             sources=records,
         )
@@ -301,6 +304,10 @@ def _notes(plan: Plan, prepared: Prepared, marker: str | None) -> Iterator[str]:
                 f"{source.name} holds {marker!r}, which stays plain text; "
                 "give it as separator to split documents there"
             )
+    one_text = len(plan.sources) == 1 and plan.sources[0].kind == "text" and marker
+    cut = (prepared.train.split or "").startswith("tail")
+    if plan.may_cut and cut and not one_text:
+        yield "too few documents to hold out whole ones: the end of the text is held out"
     if plan.options.end_of_text is None and (prepared.train.documents or 0) > 1:
         yield "the tokenizer has no end-of-text token: documents run into each other"
     if prepared.empty_documents:
