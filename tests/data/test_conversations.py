@@ -174,7 +174,10 @@ def test_preferences_share_their_prompt():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
+        ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+        ('{"messages": [{"role": "user", "role": "tool"}]}', "the key 'role' stands twice"),
+        ('{"text": "a", "weight": NaN}', "NaN is not a JSON value"),
         ("[1]", "a JSON object was expected"),
         ('{"x": 1}', "it has 'x'"),
         ('{"messages": []}', "at least one message"),

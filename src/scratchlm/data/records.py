@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scratchlm.data.reading import MAX_LINE_BYTES, open_parquet
 from scratchlm.data.sources import Source, find_sources
 from scratchlm.errors import ScratchLMError
-from scratchlm.untrusted import open_regular, shown
+from scratchlm.untrusted import open_regular, parse_json, shown
 
 Record = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -45,17 +46,10 @@ def _json_lines(source: Source) -> Iterator[tuple[str, Record]]:
         number = 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
-            place = f"{source.name}: line {number:,}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                value = json.loads(text) if text.strip() else None
-            except UnicodeDecodeError as error:
-                raise ScratchLMError(f"{place}: not UTF-8 ({error.reason})") from None
-            except (ValueError, RecursionError) as error:
-                why = " ".join(str(error).split())[:120]
-                raise ScratchLMError(f"{place}: not JSON ({why})") from None
+            text = line.removeprefix(BOM_UTF8) if number == 1 else line
             if text.strip():
-                yield place, _checked(value, place)
+                place = f"{source.name}: line {number:,}"
+                yield place, _checked(parse_json(text, place), place)
 
 
 def _parquet_rows(source: Source) -> Iterator[tuple[str, Record]]:
