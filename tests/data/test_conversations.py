@@ -129,7 +129,7 @@ def test_a_prompt_that_no_answer_follows_is_refused():
 
 def test_tools_reach_the_template_and_their_answers_are_not_learnt():
     encode = encoder({"default": CHATML})
-    (example,) = encode.chat(CALLED, TOOLS)
+    (example,) = encode.encode({"messages": CALLED, "tools": TOOLS})
     said = learnt(encode, example)
     assert said[-1] == "Clear.<|im_end|>"
     assert '"name": "weather"' in said[0]
@@ -149,26 +149,46 @@ def test_pairs_and_plain_text():
     assert sum(token >= 256 for token in forged.ids) == 1  # the end of the text
 
 
-def test_preferences_share_their_prompt():
+ASKED = {"role": "user", "content": "hi"}
+YES, NO = ({"role": "assistant", "content": said} for said in ("yes", "no"))
+
+
+@pytest.mark.parametrize("prompt", [None, "hi", [ASKED]])
+@pytest.mark.parametrize("repeated", [True, False])
+def test_preferences_share_their_prompt_which_stands_there_once(prompt, repeated):
     encode = encoder({"default": CHATML})
-    asked = {"role": "user", "content": "hi"}
-    for record in (
-        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
-        {
-            "prompt": [asked],
-            "chosen": [{"role": "assistant", "content": "yes"}],
-            "rejected": [{"role": "assistant", "content": "no"}],
-        },
-        {
-            "chosen": [asked, {"role": "assistant", "content": "yes"}],
-            "rejected": [asked, {"role": "assistant", "content": "no"}],
-        },
-    ):
-        chosen, rejected = encode.encode(record, preference=True)
-        assert learnt(encode, chosen)[0].startswith("yes")
-        assert learnt(encode, rejected)[0].startswith("no")
-        at = chosen.learns.index(True)
-        assert chosen.ids[:at] == rejected.ids[:at]
+    before = [ASKED] if repeated or prompt is None else []
+    record = {"prompt": prompt, "chosen": [*before, YES], "rejected": [*before, NO]}
+    record["messages"] = record["chosen"]  # which data for several purposes hold, too
+    for example, answer in zip(encode.encode(record, preference=True), ("yes", "no"), strict=True):
+        assert learnt(encode, example) == [f"{answer}<|im_end|>"]
+        at = example.learns.index(True)
+        assert example.ids[:at] == encode_chat(encode.template, [ASKED], encode.tokenizer)
+
+
+def test_preferences_of_texts_share_their_prompt():
+    encode = encoder()
+    record = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
+    expected = [encode.pair("hi", "yes"), encode.pair("hi", "no")]
+    assert encode.encode(record, preference=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "hi", "chosen": "yes"}, "rejected is missing"),
+        ({"chosen": [ASKED, YES], "rejected": [NO]}, "must answer the same prompt"),
+        ({"prompt": "hi", "chosen": "yes", "rejected": [NO]}, "must answer the same prompt"),
+        ({"chosen": [ASKED], "rejected": [NO]}, "chosen must end with the assistant's answer"),
+        (
+            {"prompt": "hi", "chosen": [YES], "rejected": [NO], "tools": TOOLS},
+            "template has no place for tools",
+        ),
+    ],
+)
+def test_a_wrong_preference_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        encoder().encode(record, preference=True)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +210,9 @@ def test_preferences_share_their_prompt():
         ('{"prompt": "x", "chosen": "a", "rejected": "b"}', "are for --preference dpo"),
         (json.dumps({"messages": CHAT, "tools": "[]"}), "tools must be a list of objects"),
         (json.dumps({"messages": CHAT, "tools": ["weather"]}), "tools must be a list of objects"),
+        (json.dumps({"messages": CHAT, "tools": TOOLS}), "template has no place for tools"),
+        (json.dumps({"messages": CALLED}), "template has no place for tool_calls"),
+        (json.dumps({"text": "a", "tools": TOOLS}), "tools are for chats"),
         ('{"text": ""}', "text must not be empty"),
     ],
 )

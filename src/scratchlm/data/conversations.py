@@ -8,12 +8,12 @@ ends and the other begins is a border between tokens. Special tokens come from t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from scratchlm.data.records import check_messages, check_text, form_of, read_records
+from scratchlm.data.records import check_messages, check_text, form_of, need_fields, read_records
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer.bpe import Tokenizer
 from scratchlm.tokenizer.chat_encoding import encode_rendered, guard
@@ -99,15 +99,16 @@ class Encoder:
 
     def encode(self, record: Mapping[str, Any], preference: bool = False) -> list[Example]:
         """Encode one record."""
-        form = form_of(record)
-        if preference and form != "preference":
-            raise ValueError("a record with chosen and rejected was expected; it has neither")
-        if form == "preference" and not preference:
+        if preference:
+            return self._preference(record)
+        form, tools = form_of(record), _tools(record)
+        if form == "preference":
             raise ValueError("chosen and rejected are for --preference dpo, which was not given")
         if form == "chat":
-            return self.chat(check_messages(record["messages"]), _tools(record))
-        if form == "preference":
-            return [self._preferred(record, "chosen"), self._preferred(record, "rejected")]
+            messages = check_messages(record["messages"])
+            return self._with_tools(self.chat, messages, tools)
+        if tools:
+            raise ValueError("tools are for chats; the record is texts")
         if form == "pair":
             return [self.pair(check_text(record, "prompt"), check_text(record, "completion"))]
         if not (text := check_text(record, "text")):
@@ -123,22 +124,54 @@ class Encoder:
         answer = [*self.tokenizer.encode(completion, allowed_special=()), self.eos_id]
         return Example(asked + answer, [False] * len(asked) + [True] * len(answer))
 
+    def _preference(self, record: Mapping[str, Any]) -> list[Example]:
+        """Encode the chosen and the rejected answer to one prompt."""
+        need_fields(record, "chosen", "rejected")
+        pair = [self._preferred(record, "chosen"), self._preferred(record, "rejected")]
+        prompts = [one.ids[: [*one.learns, True].index(True)] for one in pair]
+        if prompts[0] != prompts[1]:
+            raise ValueError("chosen and rejected must answer the same prompt")
+        return pair
+
     def _preferred(self, record: Mapping[str, Any], which: str) -> Example:
-        value, prompt = record[which], record.get("prompt")
+        value, prompt, tools = record[which], record.get("prompt"), _tools(record)
         if isinstance(value, str):
             if not isinstance(prompt, str):
                 raise ValueError(f"prompt must be text, as {which} is")
+            if tools:
+                raise ValueError(f"tools are for chats; {which} is text")
             return self.pair(prompt, value)
-        messages = check_messages(value, which)
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}, *messages]
-        elif prompt is not None:
-            messages = [*check_messages(prompt, "prompt"), *messages]
+        messages = _asked(prompt, check_messages(value, which))
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{which} must end with the assistant's answer")
+        return self._with_tools(self._last_answer, messages, tools)[0]
+
+    def _last_answer(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Example]:
         guarded, mark = guard(messages, self.tokenizer)
-        text, span = self._answer_span(guarded, mark, {"tools": _tools(record)})
-        return self._cut(text, [span], mark)
+        text, span = self._answer_span(guarded, mark, {"tools": tools})
+        return [self._cut(text, [span], mark)]
+
+    def _with_tools(
+        self,
+        encode: Callable[[Sequence[Mapping[str, Any]], Any], list[Example]],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+    ) -> list[Example]:
+        """Encode a conversation; refuse tools, or calls of them, that the template leaves out."""
+        examples = encode(messages, tools)
+        called = any(message.get("tool_calls") for message in messages)
+        bare = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
+        for what, stands, without in (
+            ("tools", tools, (messages, None)),
+            ("tool_calls", called, (bare, tools)),
+        ):
+            try:
+                left_out = bool(stands) and encode(*without) == examples
+            except (ValueError, ScratchLMError):  # the template needs them
+                continue
+            if left_out:
+                raise ValueError(f"the model's chat template has no place for {what}")
+        return examples
 
     # Chats
 
@@ -206,6 +239,19 @@ def _asked_and_said(prompt: str, before: str, header: str, text: str) -> str:
     if not header.endswith(prompt.removeprefix(before) or prompt[-1]):
         raise ValueError(_NO_ANSWER)
     return prompt + text.removeprefix(header)
+
+
+def _asked(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the prompt before what follows it, unless that repeats it."""
+    if prompt is None:
+        return said
+    if isinstance(prompt, str):
+        asked = [{"role": "user", "content": prompt}]
+        repeats = any((one["role"], one.get("content")) == ("user", prompt) for one in said)
+    else:
+        asked = check_messages(prompt, "prompt")
+        repeats = said[: len(asked)] == asked
+    return said if repeats else [*asked, *said]
 
 
 def _tools(record: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scratchlm.data.conversations import AnyTokenizer, Example
-from scratchlm.data.records import check_text, read_records
+from scratchlm.data.records import check_text, need_fields, read_records
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer.task_inputs import question_ids, text_ids
 
@@ -30,7 +30,7 @@ def find_labels(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def label_of(record: Mapping[str, Any]) -> str:
     """Return a record's label."""
-    _need(record, "text", "label")
+    need_fields(record, "text", "label")
     label = record["label"]
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         raise ValueError(f"label must be a text or a whole number; got {label!r:.40}")
@@ -70,7 +70,7 @@ def read_answered(
 
 def answer_in(record: Mapping[str, Any]) -> tuple[str, str, int]:
     """Return a record's context, its answer, and where in the context that begins."""
-    _need(record, "context", "question", "answer")
+    need_fields(record, "context", "question", "answer")
     context, answer = check_text(record, "context"), check_text(record, "answer")
     start = record.get("answer_start")
     if not answer.strip():
@@ -82,12 +82,6 @@ def answer_in(record: Mapping[str, Any]) -> tuple[str, str, int]:
     if type(start) is not int or start < 0 or context[start : start + len(answer)] != answer:
         raise ValueError(f"the answer {answer!r:.40} is no part of the context there")
     return context, answer, start
-
-
-def _need(record: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        if name not in record:
-            raise ValueError(f"a record must have {', '.join(names)}; {name} is missing")
 
 
 def _fitting(ids: list[int], longest: int) -> list[int]:

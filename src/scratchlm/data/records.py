@@ -100,6 +100,13 @@ def form_of(record: Mapping[str, Any]) -> str:
     )
 
 
+def need_fields(record: Mapping[str, Any], *names: str) -> None:
+    """Refuse a record that lacks a field."""
+    for name in names:
+        if name not in record:
+            raise ValueError(f"a record must have {', '.join(names)}; {name} is missing")
+
+
 def check_messages(messages: Any, what: str = "messages") -> list[dict[str, Any]]:
     """Refuse what is not a conversation."""
     if not isinstance(messages, list) or not messages:
