@@ -9,15 +9,8 @@ from transformers.generation import logits_process as hf
 
 from inference import oracle_sampling as oracle
 from scratchlm.inference import GREEDY, Sampling, uniform
-from scratchlm.inference.device_sampling import (
-    NOTHING,
-    Settings,
-    choose,
-    draw,
-    logprobs,
-    masked,
-    shifted,
-)
+from scratchlm.inference.device_sampling import Settings, choose, logprobs, masked, shifted
+from scratchlm.inference.drawing import NOTHING, draw
 from scratchlm.inference.rows import Row
 
 SAMPLINGS = {
@@ -254,6 +247,32 @@ def test_rows_of_any_settings_choose_as_the_oracle_does_row_by_row(seed, dtype):
             choosers, samplings = [choosers[i] for i in keep], [samplings[i] for i in keep]
             seen, kinds = [seen[i] for i in keep], kinds - 1
             settings = Settings.of(choosers, vocab, torch.device("cpu"), settings)
+
+
+LARGE = {  # the widths of logits: a nucleus of a few tokens, of hundreds, of thousands
+    "top_k": (2.0, Sampling(0.8, top_k=50)),
+    "top_k, all at once": (2.0, Sampling(0.8, 300, 0.9, 0.001, 0.9, 1.2, 0.3, 0.1, {1: 1.0})),
+    "small nucleus": (5.0, Sampling(0.7, top_p=0.9, min_p=0.01)),
+    "nucleus of hundreds": (3.0, Sampling(top_p=0.7, typical=0.9)),
+    "nucleus of thousands": (0.5, Sampling(1.3, top_p=0.95)),
+}
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_few_of_a_large_vocabulary_are_those_of_the_oracle(name, ties):
+    width, sampling = LARGE[name]
+    vocab, rows = 20_001, 12
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)) * width
+    if ties:  # at the border of k and of the nucleus, too
+        logits = logits.round()
+    settings, numbers = settings_of([sampling] * rows, vocab), [uniform(0, i) for i in range(rows)]
+    tokens = choose(logits, settings, torch.tensor(numbers, dtype=torch.float64))
+    expected = [
+        oracle.sample(row[None], sampling, [number], seen_by(1, vocab))[0]
+        for row, number in zip(logits, numbers, strict=True)
+    ]
+    assert tokens.tolist() == expected
 
 
 def test_filtered_distributions_are_the_oracles_bit_for_bit():

@@ -15,7 +15,7 @@ from inference.tiny import byte_tokenizer, tiny_model
 from scratchlm.data.stories.grammar import END
 from scratchlm.data.stories.source import INITIAL_BELIEF, StorySource
 from scratchlm.inference import GREEDY, Engine, Sampling, generate, verifying
-from scratchlm.inference.device_sampling import draw
+from scratchlm.inference.drawing import draw
 from scratchlm.inference.speculation import ALLOWANCE, COST, FIRST_CREDIT, Lookup
 from tiny_models import FAMILIES, build
 

@@ -106,7 +106,8 @@ class CPURunner:
         self._run_step = library.run_step
         self._modules_unchanged = Unchanged(model)
         modules: list[Any] = list(model.modules())
-        self._dicts = [m._parameters for m in modules] + [m._buffers for m in modules]
+        own = [tensors for m in modules for tensors in (m._parameters, m._buffers)]
+        self._dicts = [tensors for tensors in own if tensors]  # a plain module gets no new names
         self._logits = torch.empty(0, model.config.vocab_size)
         self._step = _Step()
         self._bind()

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.inference import filters
+from scratchlm.inference.drawing import argmax, draw, draw_rows
 from scratchlm.inference.rows import Row
 from scratchlm.inference.sampling import Sampling
 from scratchlm.paged import Choice
 
-NOTHING = -1  # in place of a token
 NO_VALID_TOKEN = (
     "the logits leave nothing to choose from: one is NaN or +∞, or every token is forbidden"
 )
@@ -106,6 +106,7 @@ class Settings:
     is_greedy: bool  # every row takes the argmax of its raw logits
     is_simple: bool  # nothing but temperature, top-k and top-p
     draws: bool  # whether any row draws
+    samplings: list[Sampling]
     temperature: Float[Tensor, " rows"]  # 0: greedy
     top_k: Int[Tensor, " rows"]  # the vocabulary's size: all
     top_p: Float[Tensor, " rows"]
@@ -141,6 +142,7 @@ class Settings:
             is_greedy=is_greedy,
             is_simple=all(s.is_simple for s in samplings),
             draws=bool(drawing),
+            samplings=samplings,
             temperature=tensor(temperatures),
             top_k=tensor(ks, torch.int64),
             top_p=tensor([s.top_p for s in samplings]),
@@ -310,12 +312,14 @@ def choose(
 ) -> Tokens:
     """Choose every row's token; `numbers` in [0, 1) are its draws, where any row draws."""
     if settings.is_greedy:
-        return _argmax(logits)
+        return argmax(logits)
     x = shifted(logits, settings)
+    if x.device.type == "cpu":
+        return draw_rows(x, settings.samplings, numbers)
     if numbers is None or not settings.draws:
-        return _argmax(x)
+        return argmax(x)
     tokens = draw(masked(x, settings).softmax(dim=-1), numbers)
-    return tokens if settings.greedy is None else torch.where(settings.greedy, _argmax(x), tokens)
+    return tokens if settings.greedy is None else torch.where(settings.greedy, argmax(x), tokens)
 
 
 def probabilities(logits: Logits, settings: Settings) -> Logits:
@@ -351,22 +355,6 @@ def masked(x: Logits, settings: Settings) -> Logits:
         if name in uses:
             x = uses[name].apply(x, getattr(filters, name))
     return x
-
-
-def _argmax(logits: Logits) -> Tokens:
-    values, ids = logits.max(dim=-1)  # the lowest id on ties; NaN if there is one
-    return ids.masked_fill(~values.isfinite(), NOTHING)
-
-
-def draw(probability: Logits, numbers: Float[Tensor, " rows"]) -> Tokens:
-    """Invert each row's CDF, up to a factor, at its number in [0, 1)."""
-    cdf = probability.cumsum(dim=-1)
-    total = cdf[:, -1:]
-    # Rounding must not carry the target to the total: there is no token beyond it.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(numbers[:, None] * total, below)
-    tokens = torch.searchsorted(cdf, target, right=True)[:, 0]
-    return tokens.masked_fill(~probability.isfinite().all(dim=-1), NOTHING)
 
 
 # Log-probabilities

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.config import ModelConfig
-from scratchlm.inference.device_sampling import Settings, choose, draw, probabilities, to_device
+from scratchlm.inference.device_sampling import Settings, choose, probabilities, to_device
+from scratchlm.inference.drawing import draw
 from scratchlm.inference.plain_runner import PlainRunner
 from scratchlm.inference.sampling import uniform
 from scratchlm.inference.step_plan import Plan, Request

@@ -34,7 +34,6 @@ from scratchlm import acceleration
 from scratchlm.accounting.pool import PAGE_SIZE
 from scratchlm.inference.device_sampling import (
     NO_VALID_TOKEN,
-    NOTHING,
     Settings,
     choice_of,
     choose_into,
@@ -43,6 +42,7 @@ from scratchlm.inference.device_sampling import (
     to_device,
 )
 from scratchlm.inference.drafting import Drafted, Drafter, check_draft
+from scratchlm.inference.drawing import NOTHING
 from scratchlm.inference.handle import Handle
 from scratchlm.inference.outcome import Outcome
 from scratchlm.inference.pages import PagePool

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from scratchlm.inference.device_sampling import draw
+from scratchlm.inference.drawing import draw
 
 Speculate = Literal["off", "lookup", "draft"]
 

@@ -16,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scratchlm.inference import filters
-from scratchlm.inference.device_sampling import NOTHING, Settings, choose, shifted
+from scratchlm.inference.device_sampling import Settings, choose, shifted
+from scratchlm.inference.drawing import NOTHING
 from scratchlm.inference.rows import Row
 from scratchlm.inference.sampling import Sampling, uniform
 from scratchlm.serve.subject import Ids, Subject
