@@ -29,10 +29,11 @@ Tokens = Int[Tensor, " rows"]
 def argmax(logits: Logits) -> Tokens:
     """Take every row's likeliest token: the lowest id on ties, NOTHING if it is not finite."""
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
-        ids = torch.from_numpy(logits.numpy().argmax(-1))  # a tenth of torch's time
-        values = logits.gather(-1, ids[:, None])[:, 0]
-    else:
-        values, ids = logits.max(dim=-1)
+        table = logits.numpy()  # a tenth of torch's time
+        likeliest = table.argmax(-1)
+        likeliest[~np.isfinite(table[np.arange(len(table)), likeliest])] = NOTHING
+        return torch.from_numpy(likeliest)
+    values, ids = logits.max(dim=-1)
     return ids.masked_fill(~values.isfinite(), NOTHING)
 
 
