@@ -5,7 +5,7 @@
     for piece in handles[0]: …              whoever waits for a piece drives the engine
 
 A step is scheduled (`scheduler.py`), read by a runner (`paged.py`), and its tokens are chosen on
-the device (`device_sampling.py`). The host reads them `lag` steps later: on a GPU the next step is
+the device (`choosing.py`). The host reads them `lag` steps later: on a GPU the next step is
 launched before the tokens of this one are looked at, and a row found to have ended has had one
 step too many, whose token is dropped. Text and stop strings are the host's (`rows.py`).
 
@@ -23,25 +23,15 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from scratchlm import acceleration
 from scratchlm.accounting.pool import PAGE_SIZE
-from scratchlm.inference.device_sampling import (
-    NO_VALID_TOKEN,
-    Settings,
-    choice_of,
-    choose_into,
-    logprobs,
-    probabilities,
-    to_device,
-)
-from scratchlm.inference.drafting import Drafted, Drafter, check_draft
+from scratchlm.inference.choosing import TokenChooser
+from scratchlm.inference.device_sampling import NO_VALID_TOKEN, to_device
+from scratchlm.inference.drafting import Drafter, check_draft
 from scratchlm.inference.drawing import NOTHING
 from scratchlm.inference.handle import Handle
 from scratchlm.inference.outcome import Outcome
@@ -52,13 +42,13 @@ from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.proposing import Proposer, why_not_verified
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
 from scratchlm.inference.rows import Row, TokenLogprob
-from scratchlm.inference.sampling import AS_IS, Sampling, uniform
+from scratchlm.inference.sampling import AS_IS, Sampling
 from scratchlm.inference.scheduler import Plan, Request, Scheduler
 from scratchlm.inference.scoring import rows_that_choose, score_logits, scored_row
 from scratchlm.inference.speculation import Speculate
-from scratchlm.inference.verifying import accept, choosers, verify
+from scratchlm.inference.verifying import accept
 from scratchlm.model import TransformerLM
-from scratchlm.paged import Choice, KVDtype, PagedCache, Runner
+from scratchlm.paged import KVDtype, PagedCache, Runner
 
 MakeRunner = Callable[[TransformerLM, PagedCache], Runner]
 
@@ -151,11 +141,7 @@ class Engine:
         self.last = torch.zeros(max_rows, dtype=torch.long, device=self.device)
         self._handles: dict[Request, Handle] = {}
         self._unread: deque[list[Unread]] = deque()  # by step
-        self._choosing: list[Request] | None = None  # whose settings these are:
-        self._settings: Settings | None = None
-        self._slots = self.last[:0]
-        self._choice_of: list[Request] | None = None  # whose choice this is:
-        self._made_choice: Choice | None = None
+        self._chooser = TokenChooser(self.last, model.config.vocab_size)
         self._arrived: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
         self._stepping = threading.Lock()
@@ -326,7 +312,7 @@ class Engine:
         choosing = plan.choosing
         can_choose = not (plan.scoring or plan.is_verified) and getattr(runner, "chooses", False)
         if choosing and can_choose:
-            choice = self._choice(choosing)
+            choice = self._chooser.choice(choosing)
             if choice is not None:
                 tokens = runner.run_and_choose(plan.step, self.tables, self.last, choice)
                 return [Unread(choosing, Outcome(tokens, []))]
@@ -338,45 +324,9 @@ class Engine:
             if choosing:
                 logits = logits[rows_that_choose(plan.scoring, len(logits))]
         if choosing:
-            found.append(Unread(choosing, self._choose(plan, logits, drafted), plan.is_verified))
+            chosen = self._chooser.choose(plan, logits, drafted)
+            found.append(Unread(choosing, chosen, plan.is_verified))
         return found
-
-    def _choose(
-        self, plan: Plan, logits: Float[Tensor, "lines vocab"], drafted: dict[Request, Drafted]
-    ) -> Outcome:
-        """Choose the tokens of a step, on the device."""
-        choosing = plan.choosing
-        if choosing is not self._choosing:
-            every = choosers(plan)
-            self._settings = Settings.of(every, logits.shape[-1], logits.device, self._settings)
-            self._choosing = choosing
-            slots = [r.slot for r in choosing for _ in range(1 + r.ahead)]
-            self._slots = to_device(slots, torch.long, self.device)
-        settings = self._settings
-        assert settings is not None
-        numbers = None
-        if settings.draws:
-            draws = [
-                uniform(r.row.seed, r.chosen + i) for r in choosing for i in range(1 + r.ahead)
-            ]
-            numbers = to_device(draws, torch.float64, self.device)
-        tokens = choose_into(self.last, self._slots, logits, settings, numbers)
-        if drafted and numbers is not None:
-            tokens = verify(choosing, drafted, tokens, probabilities(logits, settings), numbers)
-        if settings.seen is not None:
-            settings.seen.add(tokens)
-        wanted = logprobs(logits, tokens, settings) if settings.logprobs else []
-        return Outcome(tokens, wanted)
-
-    def _choice(self, choosing: list[Request]) -> Choice | None:
-        """Return how these requests choose, where the runner itself can choose so."""
-        if choosing is not self._choice_of:
-            self._choice_of = choosing
-            self._made_choice = choice_of(choosing, self.model.config.vocab_size)
-        made = self._made_choice
-        if made is None or not any(made.temperature):
-            return made
-        return replace(made, numbers=[uniform(r.row.seed, r.chosen) for r in choosing])
 
     def _current_runner(self) -> Runner:
         """Return the runner, or the model itself once its modules are not those of the runner."""
