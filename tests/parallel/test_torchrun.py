@@ -65,6 +65,22 @@ def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
     assert text[: len(text) // 2] == text[-(len(text) // 2) :], "both the same"
 
 
+def test_ranks_that_share_a_core_end_without_an_error(tmp_path):
+    script = tmp_path / "sums.py"
+    script.write_text(
+        "import os, torch\n"
+        "from scratchlm.parallel.ranks import join_for_good\n"
+        "if hasattr(os, 'sched_setaffinity'):\n"
+        "    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n"
+        "join_for_good('cpu', 2)\n"
+        "x = torch.ones(4)\n"
+        "for _ in range(20): torch.distributed.all_reduce(x)\n"
+    )
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run([sys.executable, *words], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def ranks_of(job):
     """Return the processes that a launcher has started."""
     found = []

@@ -311,7 +311,7 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
         (("train.row_length=20",), "line 1: .* tokens do not fit in rows of 20"),
         (("train.row_length=1000",), "row_length must not exceed context_length=96; got 1000"),
         (("--task", "qa", "train.row_length=1000"), "row_length must not exceed"),
-        (("--preference", "dpo"), "line 1: .*chosen and rejected was expected"),
+        (("--preference", "dpo"), "line 1: a record must have chosen, rejected; chosen is missing"),
         (("--epochs", "2", "--steps", "3"), "give one of them"),
         (("train.rwo_length=8",), "did you mean 'row_length'"),
         (("--quantize", "q4_k"), "as nf4 or int8; got --quantize='q4_k'"),

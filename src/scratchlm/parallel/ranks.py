@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -252,7 +253,38 @@ def join_ranks(
             context_size=context_size,
         )
     except BaseException:
+        _wait_for_gloo()
         if not is_nccl:  # which would wait for ranks that are gone
             dist.destroy_process_group()
         raise
+    _wait_for_gloo()
     dist.destroy_process_group()
+
+
+def _wait_for_gloo(seconds: float = 5.0) -> None:
+    """Wait until gloo's threads have let go of what the last collectives were given.
+
+    A tensor that Python knows is let go of under Python's lock, and C++ aborts the process if one
+    of its threads asks for that lock while Python ends.
+    """
+    end = time.monotonic() + seconds
+    idle_looks = 0
+    while idle_looks < 2 and time.monotonic() < end:
+        time.sleep(0.002)  # the lock is theirs
+        idle_looks = idle_looks + 1 if _gloo_sleeps() else 0
+
+
+def _gloo_sleeps() -> bool:
+    """Look whether all of gloo's threads wait for work; without Linux's /proc, wait and believe."""
+    threads = Path("/proc/self/task")
+    if not threads.is_dir():
+        time.sleep(0.05)
+        return True
+    for stat in threads.glob("*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(") ")
+        except OSError:  # it has ended
+            continue
+        if name.endswith("(pt_gloo_runloop") and not rest.startswith("S"):
+            return False
+    return True
