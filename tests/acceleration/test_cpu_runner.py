@@ -7,6 +7,7 @@ thread or two: logits, keys and values of a request are compared with `torch.equ
 import copy
 import random
 import shutil
+import threading
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from scratchlm.accelerate.decoding import why_not_cpu
 from scratchlm.ops import OPS, native
 from scratchlm.paged import LAST, PagedCache, Step
 from tiny_models import FAMILIES, PLAIN, build
+from waiting import PATIENCE
 
 assert native.library(SOURCE) is not None, native.why_not(SOURCE)  # no test here without it
 
@@ -267,6 +269,30 @@ def test_threads_change_no_bit(ffn):
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+def test_threads_that_come_late_change_no_bit():
+    """Each layer lists other rows of its experts; late threads may look at a later layer's."""
+    config = LARGE.replace(d_model=128, num_layers=6, d_ff=256, ffn=c.MoE(9, 3))
+    pool = Pool(build(config, dtype=torch.float32).eval(), page_size=16)
+    rows = [(slot, prompt(draw, slot, 3000), 0) for slot, draw in enumerate((15, 1, 33, 64))]
+    found = []
+
+    def read():
+        torch.set_num_threads(16)  # more than there are cores
+        found.extend(pool.read(*rows) for _ in range(40))
+
+    threads = torch.get_num_threads()
+    reading = threading.Thread(target=read, daemon=True)  # which could wait for ever
+    try:
+        torch.set_num_threads(1)
+        alone = pool.read(*rows)
+        reading.start()
+        reading.join(PATIENCE)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 40
+    assert all(torch.equal(logits, alone) for logits in found)
 
 
 def test_any_number_of_rows_gives_the_same_bits():

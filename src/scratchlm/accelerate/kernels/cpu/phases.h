@@ -43,6 +43,8 @@ class Phases {
   public:
     Phases(Progress* progress, bool alone) : progress(progress), alone(alone) {}
 
+    // `units` must not depend on anything a phase writes: a late thread may ask when it is written
+    // anew, and would then wait for units that there never were.
     template <class Work>
     void run(long units, Work work) {
         if (alone) {

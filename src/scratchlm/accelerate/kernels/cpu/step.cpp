@@ -130,7 +130,7 @@ class Forward {
         if (m.num_experts)
             widths += routed() + (padded(m.d_model) + m.d_model) * m.experts_per_token;
         choices.resize(count * m.experts_per_token);
-        expert_rows.reserve(m.num_experts + count * m.experts_per_token / TOKENS);
+        expert_rows.reserve(most_expert_lists(count * m.experts_per_token));
         expert_ends.resize(m.num_experts + 1);
         long widest = std::max({m.d_model, heads_width(), m.d_ff});
         long room_of_rounded = quantized ? Rounded::numbers(count * ffn_rows(), widest) : 0;
@@ -462,8 +462,8 @@ class Forward {
                     of_width(m.d_model).round_row(from, choices[i].row);
             });
         });
-        for_experts(phases, m.d_model, m.d_ff, [&](const ExpertRows& of, long n, long columns,
-                                                   long across) {
+        for_experts(phases, m.d_model, m.d_ff, all_rows,
+                    [&](const ExpertRows& of, long n, long columns, long across) {
             multiply(of_expert(layer.up, of, m.d_ff, m.d_model), expert_in, m.d_model, of.first,
                      of.count, n, columns, mine.sums, across);
             multiply(of_expert(layer.gate, of, m.d_ff, m.d_model), expert_in, m.d_model, of.first,
@@ -473,8 +473,8 @@ class Forward {
                              mine.gate_sums + r * across);
         });
         round_rows(phases, layer.down, hidden, m.d_ff, all_rows);
-        for_experts(phases, m.d_ff, m.d_model, [&](const ExpertRows& of, long n, long columns,
-                                                   long) {
+        for_experts(phases, m.d_ff, m.d_model, all_rows,
+                    [&](const ExpertRows& of, long n, long columns, long) {
             multiply(of_expert(layer.down, of, m.d_model, m.d_ff), hidden, m.d_ff, of.first,
                      of.count, n, columns, expert_out + of.first * m.d_model + n, m.d_model);
         });
@@ -493,11 +493,15 @@ class Forward {
             store(to + i, load(to + i, m.d_model - i) + sum, m.d_model - i);
         }
     }
+    long most_expert_lists(long all_rows) const {
+        return std::min<long>(m.num_experts, all_rows) + all_rows / TOKENS;
+    }
     // Call work(rows, first column, columns, stride) for the outputs of all experts.
     template <class Work>
-    void for_experts(Phases& phases, long depth, long width, Work work) const {
+    void for_experts(Phases& phases, long depth, long width, long all_rows, Work work) const {
         long across = columns_at_once(depth), units = blocks(width, across);
-        phases.run((long)expert_rows.size() * units, [&](long u) {
+        phases.run(most_expert_lists(all_rows) * units, [&](long u) {
+            if (u / units >= (long)expert_rows.size()) return;
             long n = u % units * across;
             work(expert_rows[u / units], n, std::min(across, width - n), across);
         });
