@@ -260,7 +260,7 @@ def prefetchers():
 
 def test_closing_or_dropping_the_iterator_ends_its_thread(make_file):
     batches = Batches(make_file(range(1000)), 8, 2, seed=0)
-    iterator = batches.iterate(depth=1)
+    iterator = batches.iterate()
     next(iterator)
     assert prefetchers()
     iterator.close()

@@ -239,11 +239,9 @@ class Batches(Windows):
         first = order * self.context_length
         return (first + offset) % self.num_transitions, self.num_transitions - first
 
-    def iterate(
-        self, start_step: int = 0, stop_step: int | None = None, *, depth: int = 4
-    ) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
         """Yield the batches from `start_step` on, read ahead in the background, in order."""
-        return prefetch(self.batch, start_step, stop_step, depth)
+        return prefetch(self.batch, start_step, stop_step)
 
 
 class ValidationBatches(Windows):
@@ -271,4 +269,4 @@ class ValidationBatches(Windows):
         return first, self.num_transitions - first
 
     def __iter__(self) -> Iterator[Batch]:
-        return prefetch(self.batch, 0, len(self), 4)
+        return prefetch(self.batch, 0, len(self))

@@ -230,11 +230,9 @@ class ExampleBatches(Rows):
         """Return this rank's rows of the batch at `step`."""
         return self.read(self.own(self.chosen(step)))
 
-    def iterate(
-        self, start_step: int = 0, stop_step: int | None = None, *, depth: int = 4
-    ) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
         """Yield the batches from `start_step` on, read ahead in the background, in order."""
-        return prefetch(self.batch, start_step, stop_step, depth)
+        return prefetch(self.batch, start_step, stop_step)
 
 
 class ExampleValidation(Rows):
@@ -256,4 +254,4 @@ class ExampleValidation(Rows):
         return self.read([row if row < len(self.rows) else None for row in wanted])
 
     def __iter__(self) -> Iterator[Batch]:
-        return prefetch(self.batch, 0, len(self), 4)
+        return prefetch(self.batch, 0, len(self))

@@ -13,19 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
+DEPTH = 4  # how many are made in advance
 
 
-def prefetch(
-    make: Callable[[int], T], start: int, stop: int | None = None, depth: int = 4
-) -> Iterator[T]:
-    """Yield make(start), make(start+1), … below `stop`, up to `depth` of them made in advance."""
-    if depth < 1:
-        raise ValueError(f"depth must be >= 1; got {depth}")
-    return _consume(make, start, stop, depth)
-
-
-def _consume(make: Callable[[int], T], start: int, stop: int | None, depth: int) -> Iterator[T]:
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+def prefetch(make: Callable[[int], T], start: int, stop: int | None) -> Iterator[T]:
+    """Yield make(start), make(start + 1), … below `stop`, `DEPTH` of them made in advance."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(DEPTH)
     stopping = threading.Event()
 
     def put(item: tuple[T | None, BaseException | None]) -> None:

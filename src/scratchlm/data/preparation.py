@@ -279,11 +279,10 @@ def _file_infos(journal: Journal, plan: Plan, tokenizer: Tokenizer) -> dict[str,
         SourceRecord(source.name, source.size, known.sha256)
         for source, known in zip(plan.sources, plan.checked, strict=True)
     )
-    dtype = dtype_for(tokenizer.vocab_size)
     return {
         side: TokenFileInfo(
             count=counts[side],
-            dtype="uint16" if dtype.itemsize == 2 else "uint32",
+            dtype=dtype_for(tokenizer.vocab_size).name,
             vocab_size=tokenizer.vocab_size,
             tokenizer=tokenizer.fingerprint(),
             crc32=crc32[side],

@@ -283,7 +283,7 @@ def write_token_file(
     array = np.ascontiguousarray(array, dtype=dtype)
     info = TokenFileInfo(
         count=array.size,
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        dtype=dtype.name,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         crc32=zlib.crc32(array.data),
