@@ -1,7 +1,7 @@
 """The LM head's GEMM with a fused exponential, on a Hopper GPU.
 
 Nothing interprets it on a CPU: `compile_gluon.py` compiles it there, and in
-`test_linear_cross_entropy.py` a formula stands in.
+`test_lm_head_loss.py` a formula stands in.
 """
 
 import pytest

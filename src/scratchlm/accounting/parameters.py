@@ -60,8 +60,8 @@ def parameter_tree(config: ModelConfig) -> Node:
 
 def layer_parts(config: ModelConfig) -> list[Node]:
     """Return the formulas of one layer's parameters."""
-    norms = [] if isinstance(config.norm, NoNorm) else [_norm("norm 1", config)]
-    norms += [] if isinstance(config.norm, NoNorm) else [_norm("norm 2", config)]
+    names = () if isinstance(config.norm, NoNorm) else ("norm 1", "norm 2")
+    norms = [_norm(name, config) for name in names]
     return [group("attention", _attention(config)), group("feed-forward", _ffn(config)), *norms]
 
 

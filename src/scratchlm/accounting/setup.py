@@ -27,8 +27,8 @@ OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "muon")
 PARALLEL = ("none", "zero1", "fsdp", "hsdp", "tp", "ddp")
 # Tokens of a sequence whose norms and residuals one of G_t ranks has: a part where that divides.
 SEQUENCE_SHARE: Expr = S / (1 + (G_t - 1) * (1 - least(1, G_t * ceil_div(S, G_t) - S)))
-# lengths nobody gave: a prompt of half the context, rounded down, and the rest to generate
 MAX_SIZE = 2**40  # of a length, a batch or a number of GPUs
+# Lengths that are not given: a prompt of half the context, rounded down, and the rest to generate.
 DEFAULT_LENGTHS: dict[str, Expr] = {
     "C": S - 1,
     "P": largest(1, ceil_div(S - 1, 2)),

@@ -180,8 +180,8 @@ def _our_part(link: Link, tensors: Mapping[str, Tensor], config: ModelConfig) ->
 def half_layout(rows: Tensor, d_head: int) -> Tensor:
     """Reorder channels from pairs (0,1), (2,3), … to pairs (i, i + d/2), head by head.
 
-    Queries, keys, their biases and the weights of their norms turn together; their products, and
-    so the model, stay the same.
+    Queries, keys, their biases and the weights of their norms are reordered alike; their products,
+    and so the model, stay the same.
     """
     pairs = rows.unflatten(0, (-1, d_head // 2, 2))  # (heads, pair, two, …)
     return pairs.transpose(1, 2).reshape(rows.shape)
