@@ -26,8 +26,8 @@ from scratchlm.check.outcomes import (
     differences,
     shown,
 )
-from scratchlm.check.runner import TIME_LIMIT, Ran, run_file
-from scratchlm.check.tasks import BY_NAME, TASKS, Task, expected
+from scratchlm.check.runner import TIME_LIMIT, FunctionRun, run_file
+from scratchlm.check.tasks import TASKS, Task, expected
 
 State = Literal["right", "wrong", "missing"]
 
@@ -90,12 +90,12 @@ class Verdict:
         return found
 
 
-def judge(task: Task, ran: Ran, course: bool = False) -> Verdict:
+def judge(task: Task, run: FunctionRun, course: bool) -> Verdict:
     """Compare what a function gave with the definition, and name the mistake."""
     wanted = expected(task.name)
-    got = {index: _relaxed(outcome, course) for index, outcome in ran.outcomes.items()}
-    note = " ".join(ran.printed.split())
-    cut = _cut_off(ran.outcomes.values())
+    got = {index: _relaxed(outcome, course) for index, outcome in run.outcomes.items()}
+    note = " ".join(run.printed.split())
+    cut = _cut_off(run.outcomes.values())
     accepted = (wanted, *also_right(task.name))
     if any(_reproduces(form, got) for form in accepted):
         return Verdict(task, "right", note=note, cut=cut)
@@ -193,6 +193,3 @@ def check_file(
 def wrong_names(verdicts: Iterable[Verdict]) -> frozenset[str]:
     """Return the functions that were found wrong."""
     return frozenset(v.task.name for v in verdicts if v.state == "wrong")
-
-
-__all__ = ["BY_NAME", "Verdict", "check_file", "diagnose", "judge", "wrong_names"]

@@ -42,7 +42,7 @@ def drive_tensors(function: Callable[..., Any], case: Case) -> Outcome:
     given = copy.deepcopy(case.arguments)
     result = function(*given.values())
     if not isinstance(result, Tensor):
-        raise Complaint(f"returns {_a(result)}; expected a tensor")
+        raise Complaint(f"returns {_type_of(result)}; expected a tensor")
     for (name, before), (_, after) in zip(leaves(case.arguments), leaves(given), strict=False):
         if not torch.equal(before.nan_to_num(), after.nan_to_num()):
             raise Complaint(f"changes its input {name} in place")
@@ -83,7 +83,7 @@ def drive_schedule(function: Callable[..., Any], case: Case) -> Outcome:
         if isinstance(rate, Tensor) and rate.numel() == 1:
             continue
         if isinstance(rate, bool) or not isinstance(rate, int | float):
-            raise Complaint(f"returns {_a(rate)}; expected a number")
+            raise Complaint(f"returns {_type_of(rate)}; expected a number")
     return {"learning rate": torch.tensor([float(rate) for rate in rates], dtype=torch.float64)}
 
 
@@ -91,7 +91,7 @@ def drive_optimizer(get_class: Callable[..., Any], case: Case) -> Outcome:
     """Move parameters by given gradients, a few steps; the rate may change on the way."""
     kind = get_class()
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise Complaint(f"returns {_a(kind)}; expected a subclass of torch.optim.Optimizer")
+        raise Complaint(f"returns {_type_of(kind)}; expected a subclass of torch.optim.Optimizer")
     a = case.arguments
     parameters = [torch.nn.Parameter(p.clone()) for p in a["parameters"]]
     options = {name: a[name] for name in ("lr", "betas", "eps", "weight_decay")}
@@ -136,7 +136,7 @@ def drive_bpe_training(function: Callable[..., Any], case: Case) -> Outcome:
         path.write_bytes(a["text"].encode("utf-8"))
         found = function(str(path), a["vocab_size"], list(a["special_tokens"]))
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)):
-        raise Complaint(f"returns {_a(found)}; expected a tuple: a dict and a list")
+        raise Complaint(f"returns {_type_of(found)}; expected a tuple: a dict and a list")
     vocab, merges = found
     if not all(isinstance(k, int) and isinstance(v, bytes) for k, v in vocab.items()):
         raise Complaint("returns a vocabulary that is not a dict of int to bytes")
@@ -157,7 +157,7 @@ def drive_tokenizer(function: Callable[..., Any], case: Case) -> Outcome:
     for text in a.get("texts", ()):
         ids = tokenizer.encode(text)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise Complaint(f"encode returns {_a(ids)}; expected a list of int")
+            raise Complaint(f"encode returns {_type_of(ids)}; expected a list of int")
         outcome[f"encode({text!r})"] = ids
     for pieces in a.get("streams", ()):
         outcome[f"encode_iterable({pieces!r})"] = list(tokenizer.encode_iterable(iter(pieces)))
@@ -166,7 +166,8 @@ def drive_tokenizer(function: Callable[..., Any], case: Case) -> Outcome:
     return outcome
 
 
-def _a(value: Any) -> str:
+def _type_of(value: Any) -> str:
+    """Name a value by its type, with the article: a list, an int."""
     if value is None:
         return "None"
     name = type(value).__name__

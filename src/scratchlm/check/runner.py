@@ -27,7 +27,7 @@ TIME_LIMIT = 10.0  # seconds for one call
 
 
 @dataclass
-class Ran:
+class FunctionRun:
     """What one function did."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by case
@@ -86,14 +86,14 @@ def run_file(
     path: Path,
     names: Sequence[str],
     *,
-    borrowed: frozenset[str] = frozenset(),
-    course: bool = False,
-    limit: float = TIME_LIMIT,
-) -> dict[str, Ran]:
+    borrowed: frozenset[str],
+    course: bool,
+    limit: float,
+) -> dict[str, FunctionRun]:
     """Run functions of a file on all their cases; `borrowed` ones stay as they are defined."""
     if not hasattr(os, "fork"):
         raise ScratchLMError("scratchlm check needs a system that can fork: Linux, macOS or WSL")
-    ran = {name: Ran() for name in names}
+    ran = {name: FunctionRun() for name in names}
     for name in names:
         expected(name)  # before the fork, once for all of them
     ended: set[str] = set()
@@ -108,7 +108,7 @@ def _run_once(
     path: Path,
     names: list[str],
     borrowed: set[str],
-    ran: dict[str, Ran],
+    ran: dict[str, FunctionRun],
     course: bool,
     limit: float,
     output: int,

@@ -121,12 +121,12 @@ def train_ours(
     for number, batch in enumerate(batches, 1):
         result = take_step(learner, batch, number, rate(number))
         weights = learner.parameters
-        yield Step(*_known(result.loss, result.grad_norm, rate(number), weights)), dict(weights)
+        yield _step(result.loss, result.grad_norm, rate(number), weights), dict(weights)
 
 
-def _known(loss: float, norm: float, rate: float, weights: dict[str, Any]) -> tuple[float, ...]:
+def _step(loss: float, norm: float, rate: float, weights: dict[str, Any]) -> Step:
     total = sum(float(w.detach().double().sum()) for w in weights.values())
-    return float(loss), float(norm), float(rate), total
+    return Step(float(loss), float(norm), float(rate), total)
 
 
 def train_theirs(
@@ -167,8 +167,7 @@ def train_theirs(
         for group in optimizer.param_groups:
             group["lr"] = float(rate)
         optimizer.step()
-        known = _known(float(loss.detach()), float(norm), float(rate), weights)
-        yield Step(*known), dict(weights)
+        yield _step(loss.item(), norm.item(), rate, weights), dict(weights)
 
 
 def _loss(functions: Functions, logits: Tensor, targets: Tensor, course: bool) -> Tensor:

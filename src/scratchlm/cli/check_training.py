@@ -189,9 +189,13 @@ def _keep(
         rows = DocumentValidationBatches(file, plan.model.context_length, 32)
         found = evaluate(model, (rows.batch(i) for i in range(len(rows))))
     assert found is not None
-    record = {"definitions": [s.loss for s in ours], "yours": [s.loss for s in yours]}
-    record_more = {"first_difference": None if first is None else str(first), "floor": world.floor}
-    write_atomically(out / "curves.json", json.dumps({**record, **record_more}, indent=1).encode())
+    record = {
+        "definitions": [s.loss for s in ours],
+        "yours": [s.loss for s in yours],
+        "first_difference": None if first is None else str(first),
+        "floor": world.floor,
+    }
+    write_atomically(out / "curves.json", json.dumps(record, indent=1).encode())
     write_atomically(out / "curves.png", draw_curves(ours, yours, world.floor, first))
     say(f"held-out loss {found.loss:.4f}; no model can go below {world.floor:.4f}")
     text = world.tokenizer.decode(_continue(model, world.tokenizer.encode(PROMPT)))
