@@ -104,7 +104,7 @@ def test_thousands_of_damaged_directories_are_refused_or_read_as_they_are(
             if "model.safetensors" in files:  # the reference library reads the same file
                 stored = load_file(directory / "model.safetensors")
                 head = "token_embeddings.weight"
-                theirs = checkpoint.plan.links[head][0].theirs
+                theirs = checkpoint.mapping.links[head][0].theirs
                 assert torch.equal(tensors[head], stored[theirs]), what
         assert work.allocated < 3 * largest + 2**20, (what, work.allocated)
         put(directory, {file: good[where][file] for file in files})

@@ -42,13 +42,14 @@ class GGUFCheckpoint(StoredModel):
     def dtype(self) -> torch.dtype:
         """The dtype most weights are stored in; float32 for quantised ones."""
         weights = Counter[torch.dtype]()
-        for name, shape in self.plan.shapes.items():
+        for name, shape in self.mapping.shapes.items():
             weights[self.stored_dtype(name)] += torch.Size(shape).numel()
         return weights.most_common(1)[0][0]
 
     def stored_name(self, name: str) -> str:
         """The name of a tensor as it is stored: `NAME_q8_0`, say, where it is quantised."""
-        stored = self.stored[self.plan.links[name][0].theirs] if self.plan.links[name] else None
+        links = self.mapping.links[name]
+        stored = self.stored[links[0].theirs] if links else None
         return f"{name}_{stored.dtype.lower()}" if isinstance(stored, StoredBlocks) else name
 
     def packed_tensors(self, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -57,19 +58,19 @@ class GGUFCheckpoint(StoredModel):
             if stored_name != name:
                 yield stored_name, self._packed(name)
             else:
-                out = torch.empty(self.plan.shapes[name], dtype=self.stored_dtype(name))
+                out = torch.empty(self.mapping.shapes[name], dtype=self.stored_dtype(name))
                 self.fill(name, out)
                 yield name, out
 
     def _packed(self, name: str) -> Tensor:
-        (link,) = self.plan.links[name]
+        (link,) = self.mapping.links[name]
         stored = self.stored[link.theirs]
         assert isinstance(stored, StoredBlocks)
         packed = read_packed(stored, link)  # (blocks, bytes)
         scales = packed[:, _SCALES[stored.dtype]].contiguous().view(torch.float16)
         if not torch.isfinite(scales).all():
             raise ScratchLMError(f"{self.path}: {shown(link.theirs)} holds NaN or infinite values")
-        rows = self.plan.shapes[name][:-1]
+        rows = self.mapping.shapes[name][:-1]
         return packed.view(*rows, -1)
 
 
@@ -86,7 +87,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFCheckpoint:
     except (ValueError, TypeError, ScratchLMError) as error:
         raise ScratchLMError(f"{path}: {brief(error)}") from None
     family = GGUF_FAMILIES[model_type]
-    plan = match(config, family, file.tensors, path, dtypes=READABLE)
+    mapping = match(config, family, file.tensors, path, dtypes=READABLE)
     if tokens.tokenizer is not None and tokens.tokenizer.vocab_size > config.vocab_size:
         raise ScratchLMError(
             f"{path}: the tokenizer has {tokens.tokenizer.vocab_size} ids, "
@@ -97,7 +98,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFCheckpoint:
         model_type=model_type,
         config=config,
         eos_token_ids=tokens.eos_token_ids,
-        plan=plan,
+        mapping=mapping,
         stored=file.tensors,
         tokens=tokens,
     )

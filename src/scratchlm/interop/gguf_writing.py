@@ -29,7 +29,7 @@ from scratchlm.interop.gguf_rope import llama3_divisors
 from scratchlm.interop.gguf_tokenizer import tokenizer_keys
 from scratchlm.interop.gguf_types import ARRAY, SCALARS, STRING, TENSOR_TYPES, UINT32, TensorType
 from scratchlm.interop.links import Link
-from scratchlm.interop.matching import Plan, links_by_their_name, plan_for
+from scratchlm.interop.matching import TensorMap, map_tensors
 from scratchlm.interop.streaming import is_finite
 from scratchlm.interop.writing import check_tensors, half_layout, interleaved_layout
 from scratchlm.ops.quantized import quantize as quantize_matrix
@@ -84,15 +84,15 @@ def write_gguf(
         raise ScratchLMError(f"{path} exists already and is not overwritten")
     model_type, keys = to_metadata(config)
     family = GGUF_FAMILIES[model_type]
-    plan = plan_for(config, family.tables[0])
-    formats = _packed_formats(plan, tensors)
+    mapping = map_tensors(config, family.tables[0])
+    formats = _packed_formats(mapping, tensors)
     if quantize is not None:
         if formats:
             raise ValueError(f"the model is quantised already; quantize={quantize!r} is not done")
         formats = {one.name: one.format for one in choose(config, quantize) if one.format}
     outs = [
         _Out(name, links, links[0].their_shape, _kind(name, links, tensors, dtype, formats))
-        for name, links in links_by_their_name(plan)
+        for name, links in mapping.by_their_name().items()
     ]
     general: Keys = {
         "general.architecture": (STRING, family.architecture),
@@ -107,16 +107,16 @@ def write_gguf(
     return path
 
 
-def _packed_formats(plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find the tensors that are quantised already, and check that all are those of the plan."""
+def _packed_formats(mapping: TensorMap, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Find the tensors that are quantised already, and check that all are those of the mapping."""
     found, wide = {}, dict(tensors)
-    for name, shape in plan.shapes.items():
+    for name, shape in mapping.shapes.items():
         for stored_name, stored_shape in () if name in tensors else alternatives(name, shape):
             packed = wide.pop(stored_name, None)
             if packed is not None and packed.shape == stored_shape:
                 found[name] = stored_name.removeprefix(f"{name}_")
                 wide[name] = torch.empty(shape, device="meta")
-    check_tensors(plan, wide)
+    check_tensors(mapping, wide)
     unknown = sorted(set(found.values()) - set(_FORMATS))
     if unknown:
         raise ScratchLMError(f"GGUF has no {', '.join(unknown)}: export what it was quantised from")

@@ -6,7 +6,7 @@ Decided on headers and config alone, before anything is allocated.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,14 +24,22 @@ _LAYER = re.compile(r"(?<![^.])(layers|h)\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorMap:
     """Our tensors, in order: the shape of each, and the links that fill it (none: it is ones)."""
 
     shapes: dict[str, Shape]
     links: dict[str, tuple[Link, ...]]
 
+    def by_their_name(self) -> dict[str, list[Link]]:
+        """Return the links that make up each of their tensors."""
+        found: dict[str, list[Link]] = {}
+        for links in self.links.values():
+            for link in links:
+                found.setdefault(link.theirs, []).append(link)
+        return found
 
-def plan_for(config: ModelConfig, table: Table, head: TaskHead | None = None) -> Plan:
+
+def map_tensors(config: ModelConfig, table: Table, head: TaskHead | None = None) -> TensorMap:
     """Link our tensors to a table's names."""
     rows = {key.ours: key for key in table}
     shapes: dict[str, Shape] = {}
@@ -43,7 +51,7 @@ def plan_for(config: ModelConfig, table: Table, head: TaskHead | None = None) ->
         key = rows[pattern]
         shapes[name] = shape
         links[name] = tuple(key.how(name, key.theirs.replace("{i}", layer), shape))
-    return Plan(shapes, links)
+    return TensorMap(shapes, links)
 
 
 def _pattern(name: str) -> tuple[str, str]:
@@ -70,8 +78,8 @@ def match(
     where: object,
     head: TaskHead | None = None,
     dtypes: Collection[str] = tuple(WEIGHT_DTYPES),
-) -> Plan:
-    """Return the plan that accounts for every stored tensor; else name what does not fit."""
+) -> TensorMap:
+    """Return the mapping that accounts for every stored tensor; else name what does not fit."""
     names = {name for name in stored if not _is_recomputed(name, family)}
     if config.tie_embeddings:
         names.discard(family.head)  # compared with the table it is tied to when it is read
@@ -79,12 +87,12 @@ def match(
     for table in family.tables:
         if config.num_layers > len(names) or _too_many(config, table, len(names)):
             continue
-        plan = plan_for(config, table, head)
-        wanted = {link.theirs: link.their_shape for links in plan.links.values() for link in links}
+        mapping = map_tensors(config, table, head)
+        wanted = {name: links[0].their_shape for name, links in mapping.by_their_name().items()}
         missing, unexpected = wanted.keys() - names, names - wanted.keys()
         if not missing and not unexpected:
             _check_stored(wanted, stored, where, dtypes)
-            return plan
+            return mapping
         problem = _problem(_in_order(wanted, missing), _in_order(stored, unexpected))
         if best is None or len(missing) + len(unexpected) < best[0]:
             best = len(missing) + len(unexpected), problem
@@ -192,12 +200,3 @@ def _check_stored(
 def _first(problems: list[str]) -> str:
     more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     return "; ".join(problems[:4]) + more
-
-
-def links_by_their_name(plan: Plan) -> Iterator[tuple[str, list[Link]]]:
-    """Yield each of their tensors with the links that make it up: the inverse of the plan."""
-    groups: dict[str, list[Link]] = {}
-    for links in plan.links.values():
-        for link in links:
-            groups.setdefault(link.theirs, []).append(link)
-    yield from groups.items()

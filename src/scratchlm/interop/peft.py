@@ -33,7 +33,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.links import Link
-from scratchlm.interop.matching import links_by_their_name, plan_for
+from scratchlm.interop.matching import map_tensors
 from scratchlm.interop.safetensors_file import (
     DTYPE_NAMES,
     WEIGHT_DTYPES,
@@ -86,8 +86,8 @@ def is_peft_directory(path: str | os.PathLike[str]) -> bool:
 
 def _groups(model: ModelConfig) -> Iterator[tuple[str, list[Link]]]:
     """Yield the family's matrices, by the layer's name, with our layers that make each up."""
-    plan = plan_for(model, FAMILIES[to_hf_config(model)["model_type"]].tables[0])
-    for theirs, links in links_by_their_name(plan):
+    mapping = map_tensors(model, FAMILIES[to_hf_config(model)["model_type"]].tables[0])
+    for theirs, links in mapping.by_their_name().items():
         if theirs.endswith(".weight") and len(links[0].their_shape) == 2:
             yield theirs.removesuffix(".weight"), links
 

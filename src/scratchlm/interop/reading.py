@@ -63,7 +63,7 @@ class HFCheckpoint(StoredModel):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are stored in; of several, the one config.json says."""
-        found = {self.stored_dtype(name) for name in self.plan.shapes}
+        found = {self.stored_dtype(name) for name in self.mapping.shapes}
         if len(found) == 1:
             return found.pop()
         if self.declared_dtype in found:
@@ -76,7 +76,7 @@ class HFCheckpoint(StoredModel):
         head = FAMILIES[self.model_type].head
         if not self.config.tie_embeddings or head not in self.stored:
             return
-        table = self.stored[self.plan.links["token_embeddings.weight"][0].theirs]
+        table = self.stored[self.mapping.links["token_embeddings.weight"][0].theirs]
         if not same_bytes(table, self.stored[head]):
             raise ScratchLMError(
                 f"{self.path}: tie_word_embeddings is true, "
@@ -104,7 +104,7 @@ def read_hf(path: str | os.PathLike[str], *, with_head: bool = False) -> HFCheck
     model_type = table["model_type"]
     family = family_with(model_type, head)
     stored = _read_headers(path, config, family)
-    plan = match(config, family, stored, path, head)
+    mapping = match(config, family, stored, path, head)
     pad = table.get("pad_token_id")
     has_tokenizer = os.path.lexists(path / TOKENIZER)
     return HFCheckpoint(
@@ -114,7 +114,7 @@ def read_hf(path: str | os.PathLike[str], *, with_head: bool = False) -> HFCheck
         declared_dtype=_declared_dtype(table, path),
         eos_token_ids=_eos_token_ids(table, path),
         tokenizer_file=inner_file(path, TOKENIZER) if has_tokenizer else None,
-        plan=plan,
+        mapping=mapping,
         stored=stored,
         head=head,
         pad_token_id=pad if type(pad) is int else None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from scratchlm.config import ModelConfig
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.links import Link
-from scratchlm.interop.matching import Plan
+from scratchlm.interop.matching import TensorMap
 from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, map_file
 from scratchlm.interop.streaming import is_finite, read_link, view_link
 from scratchlm.untrusted import listed, shown
@@ -30,7 +30,7 @@ class StoredModel:
     model_type: str
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
-    plan: Plan
+    mapping: TensorMap
     stored: Mapping[str, Stored]
 
     def check(self) -> None:
@@ -39,11 +39,11 @@ class StoredModel:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors this checkpoint gives, under our names."""
-        return dict(self.plan.shapes)
+        return dict(self.mapping.shapes)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor of ours is stored in; the widest, where several make it up."""
-        links = self.plan.links[name] or self.plan.links["token_embeddings.weight"]
+        links = self.mapping.links[name] or self.mapping.links["token_embeddings.weight"]
         found = {WEIGHT_DTYPES.get(self.stored[link.theirs].dtype, torch.float32) for link in links}
         return max(found, key=lambda dtype: dtype.itemsize)
 
@@ -63,7 +63,7 @@ class StoredModel:
         """
         self.check()
         mapped = self.mapped(dtype)
-        for name, shape in self.plan.shapes.items():
+        for name, shape in self.mapping.shapes.items():
             out = mapped.pop(name, None)
             if out is None:
                 out = torch.empty(shape, dtype=dtype or self.stored_dtype(name))
@@ -82,7 +82,7 @@ class StoredModel:
             ends[stored.file] = max(ends.get(stored.file, 0), stored.start + stored.nbytes)
         pages = {file: map_file(file, end) for file, end in ends.items()}
         found = {}
-        for name, links in self.plan.links.items():
+        for name, links in self.mapping.links.items():
             if len(links) != 1 or dtype not in (None, self.stored_dtype(name)):
                 continue
             stored = self.stored[links[0].theirs]
@@ -96,13 +96,13 @@ class StoredModel:
 
         `mapped`: names of those that are the file's pages already; their values are checked.
         """
-        missing, unexpected = self.plan.shapes.keys() - state, state.keys() - self.plan.shapes
+        missing, unexpected = self.mapping.shapes.keys() - state, state.keys() - self.mapping.shapes
         if missing or unexpected:
             raise ValueError(
                 f"the model's tensors must be those of {self.path}; "
                 f"missing {listed(sorted(missing))}; unexpected {listed(sorted(unexpected))}"
             )
-        for name, shape in self.plan.shapes.items():
+        for name, shape in self.mapping.shapes.items():
             if state[name].shape != shape or state[name].is_meta:
                 raise ValueError(
                     f"{name} must be {list(shape)} and have memory; "
@@ -119,7 +119,7 @@ class StoredModel:
 
         with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
             try:
-                for _ in readers.map(fill, self.plan.shapes):
+                for _ in readers.map(fill, self.mapping.shapes):
                     pass
             except BaseException:
                 readers.shutdown(cancel_futures=True)
@@ -132,7 +132,7 @@ class StoredModel:
             self.fill(name, whole, allow_nonfinite)
             out.copy_(whole)
             return
-        links = self.plan.links[name]
+        links = self.mapping.links[name]
         if not links:
             out.fill_(1)
         for link in links:
@@ -143,7 +143,7 @@ class StoredModel:
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not is_finite(tensor):
-            raise self._not_finite(self.plan.links[name][0])
+            raise self._not_finite(self.mapping.links[name][0])
 
     def _not_finite(self, link: Link) -> ScratchLMError:
         return ScratchLMError(f"{self.path}: {shown(link.theirs)} holds NaN or infinite values")

@@ -23,7 +23,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.interop.heads import family_with, head_words
 from scratchlm.interop.hf_config import to_hf_config
 from scratchlm.interop.links import Link
-from scratchlm.interop.matching import Plan, links_by_their_name, plan_for
+from scratchlm.interop.matching import TensorMap, map_tensors
 from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER
 from scratchlm.interop.safetensors_file import DTYPE_NAMES
 from scratchlm.interop.streaming import is_finite
@@ -74,9 +74,9 @@ def write_hf(
         raise ValueError(f"weights cannot be written as {dtype}")
     table = to_hf_config(config)
     family = family_with(table["model_type"], head)
-    plan = plan_for(config, family.tables[0], head)
-    check_tensors(plan, tensors)
-    outs = _layout(plan, tensors, dtype)
+    mapping = map_tensors(config, family.tables[0], head)
+    check_tensors(mapping, tensors)
+    outs = _layout(mapping, tensors, dtype)
     end = end_tokens(tokenizer_file, eos_token_ids)
     table |= _common_words(outs, end.ids)
     if head is not None:
@@ -98,28 +98,31 @@ def write_hf(
     return directory
 
 
-def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not those of a plan."""
-    missing, unexpected = plan.shapes.keys() - tensors.keys(), tensors.keys() - plan.shapes.keys()
+def check_tensors(mapping: TensorMap, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those of a mapping."""
+    ours, given = mapping.shapes.keys(), tensors.keys()
+    missing, unexpected = ours - given, given - ours
     if missing or unexpected:
         raise ValueError(
             "the tensors must be those of the config: "
             f"missing {listed(sorted(missing))}; unexpected {listed(sorted(unexpected))}"
         )
-    for name, shape in plan.shapes.items():
+    for name, shape in mapping.shapes.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{name} must be {list(shape)}; got {list(tensors[name].shape)}")
-        if not plan.links[name] and not bool((tensors[name] == 1).all()):
+        if not mapping.links[name] and not bool((tensors[name] == 1).all()):
             raise ScratchLMError(
                 f"no Hugging Face family can represent this model: OLMo's norms have no weights, "
                 f"and {name} is not all ones"
             )
 
 
-def _layout(plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Out]:
+def _layout(
+    mapping: TensorMap, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[_Out]:
     """Decide what is written, widest items first, so that every tensor starts aligned."""
     outs = []
-    for name, links in links_by_their_name(plan):
+    for name, links in mapping.by_their_name().items():
         own = {tensors[link.ours].dtype for link in links}
         chosen = dtype or max(own, key=lambda one: one.itemsize)
         if chosen not in DTYPE_NAMES:
