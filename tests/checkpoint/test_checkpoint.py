@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from faults.dying import die_at, end_within, fork
+from rewriting import rewrite
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.checkpoint import (
@@ -107,7 +108,7 @@ def test_every_flipped_byte_is_seen(tmp_path, weights):
         for place in range(0, len(whole), max(1, len(whole) // 25)):
             damaged = bytearray(whole)
             damaged[place] ^= 0x10
-            file.write_bytes(damaged)
+            rewrite(file, damaged)
             with pytest.raises(ScratchLMError, match=file.name):
                 verify_checkpoint(path)
         file.write_bytes(whole[:-2])

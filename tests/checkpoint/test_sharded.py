@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from checkpoint.ranks import Vanished, cut_all, with_ranks
+from rewriting import rewrite
 from scratchlm import ModelConfig, TransformerLM, load_model
 from scratchlm import checkpoint as ckpt
 from scratchlm.checkpoint import (
@@ -144,7 +145,7 @@ def test_a_flipped_byte_of_any_shard_is_seen(tmp_path, good):
         for place in range(0, len(whole), max(1, len(whole) // 9)):
             damaged = bytearray(whole)
             damaged[place] ^= 0x10
-            file.write_bytes(damaged)
+            rewrite(file, damaged)
             with pytest.raises(ScratchLMError, match=file.name):
                 verify_checkpoint(path)
         file.unlink()

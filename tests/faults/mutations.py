@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torch import Tensor
 
 from checkpoint.ranks import cut_all, with_ranks
+from rewriting import rewrite
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.cli.account_models import find_model
@@ -261,7 +262,7 @@ def main(directory: Path, count: int, seed: int) -> None:
         path, read = kinds[name]
         good = path.read_bytes()
         bad = mutate(good, chance)
-        path.write_bytes(bad)
+        rewrite(path, bad)
         signal.alarm(SECONDS)
         try:
             read(path)
@@ -271,7 +272,7 @@ def main(directory: Path, count: int, seed: int) -> None:
             summary["refused"] += 1
         finally:
             signal.alarm(0)
-            path.write_bytes(good)
+            rewrite(path, good)
         summary["tried"] += 1
     grown = peak_mb() - before
     assert grown < 1024, f"memory grew by {grown} MB"

@@ -18,6 +18,7 @@ import torch
 
 from faults import kill_preparation
 from forked import run_forked
+from rewriting import rewrite
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm import checkpoint as ckpt
 from scratchlm.accelerate import accelerate
@@ -176,7 +177,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen(tmp_path, tried, stride, kin
         for at in range(0, len(good), stride):
             flipped = bytearray(good)
             flipped[at] ^= 1 << chance.randrange(8)
-            file.write_bytes(flipped)
+            rewrite(file, flipped)
             flips += 1
             try:
                 manifest = ckpt.verify_checkpoint(path)
@@ -184,9 +185,9 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen(tmp_path, tried, stride, kin
                 continue
             # Only white space of the manifest may differ: it says the same.
             assert file.name == ckpt.MANIFEST, f"{file.name}, byte {at}"
-            file.write_bytes(good)
+            rewrite(file, good)
             assert manifest == ckpt.verify_checkpoint(path)
-        file.write_bytes(good)
+        rewrite(file, good)
     tried(f"flipped bytes of a checkpoint ({kind}), all seen that matter", flips)
 
 
@@ -202,7 +203,7 @@ def test_every_flipped_byte_of_an_exported_adapter_is_seen(tmp_path, tried, stri
         for at in range(0, len(content), stride):
             flipped = bytearray(content)
             flipped[at] ^= 1 << chance.randrange(8)
-            file.write_bytes(flipped)
+            rewrite(file, flipped)
             flips += 1
             try:
                 found = read_peft(path, CONFIG)
@@ -212,7 +213,7 @@ def test_every_flipped_byte_of_an_exported_adapter_is_seen(tmp_path, tried, stri
             for name, tensor in expected.tensors.items():
                 assert torch.equal(found.tensors[name], tensor), f"{file.name}, byte {at}"
             assert found.scales == expected.scales
-        file.write_bytes(content)
+        rewrite(file, content)
     tried("flipped bytes of an exported adapter, all seen that matter", flips)
 
 

@@ -26,6 +26,7 @@ from interop.gguf_damage import (
     tensor_bytes,
     text,
 )
+from rewriting import rewrite
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_gguf, read_gguf, write_gguf
@@ -39,7 +40,7 @@ TINY = ModelConfig(vocab_size=6, context_length=8, d_model=4, num_layers=1, num_
 
 
 def put(folder, data):
-    (folder / "file.gguf").write_bytes(data)
+    rewrite(folder / "file.gguf", data)
     return folder / "file.gguf"
 
 
@@ -209,7 +210,7 @@ def test_every_flipped_byte_of_a_file_is_noticed_or_does_no_harm(tiny, tmp_path)
     refused = 0
     for at in range(len(tiny)):
         for flip in (0xFF, 1 << at % 8)[: 2 if at < header else 1]:
-            path.write_bytes(tiny[:at] + bytes([tiny[at] ^ flip]) + tiny[at + 1 :])
+            rewrite(path, tiny[:at] + bytes([tiny[at] ^ flip]) + tiny[at + 1 :])
             try:
                 found = read_gguf(path)
                 tensors = dict(found)
@@ -270,7 +271,7 @@ def damaged(good, path, count):
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for what, data in mutations(good, count):
-        path.write_bytes(data)
+        rewrite(path, data)
         tried += 1
         try:
             found = read_gguf(path)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from interop.damage import all_mutations
 from interop.hf_models import hf_model
+from rewriting import rewrite
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory, read_hf
 from scratchlm.interop.streaming import is_finite
@@ -38,7 +39,7 @@ def good(tmp_path_factory):
 def put(directory, files):
     directory.mkdir(exist_ok=True)
     for name, content in files.items():
-        (directory / name).write_bytes(content)
+        rewrite(directory / name, content)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_thousands_of_damaged_directories_are_refused_or_read_as_they_are(
                 continue
             if isinstance(content, tuple):
                 content = good[where][content[1]]
-            (directory / file).write_bytes(content)
+            rewrite(directory / file, content)
         work.allocated = 0
         try:
             checkpoint = read_hf(directory)
