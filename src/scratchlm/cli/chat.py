@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption
+from scratchlm.cli.device import Device
 from scratchlm.cli.errors import one_line
 from scratchlm.cli.generate import (
     Accelerate,
-    Device,
     Dtype,
     MinP,
     ModelArgument,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     import torch
 
     from scratchlm.training.choosing import Machine
+
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, …, or auto: a GPU where there is one.")
+]
 
 
 def choose_device(name: str) -> torch.device:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
+from scratchlm.cli.device import Device
 from scratchlm.cli.terminal import does_fit, say, visible
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def evaluate(
         Path | None, typer.Option(help="Where to write what each case gave, as JSON Lines.")
     ] = None,
     checkpoint: CheckpointOption = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    device: Device = "auto",
     accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from scratchlm.cli.device import Device, choose_device
 from scratchlm.cli.terminal import say
 
 
@@ -29,7 +30,7 @@ def explain(
         str | None,
         typer.Option(help="With weights in few bits: q8_0, q4_k, ….", show_default="as stored"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which fusions run on a model's layers on this machine, and why the others do not.
@@ -48,7 +49,6 @@ def explain(
     from scratchlm.accelerate import accelerate
     from scratchlm.accelerate import explain as explain_model
     from scratchlm.cli.account_models import find_model, stored_format
-    from scratchlm.cli.device import choose_device
     from scratchlm.model import TransformerLM
     from scratchlm.quantization.convert import make_room
     from scratchlm.quantization.rule import choose

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scratchlm.cli.device import Device
 from scratchlm.cli.errors import named_as_options
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def finetune(
     val_fraction: Annotated[
         float | None, typer.Option(help="How many records to hold out.", show_default="0.05")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    device: Device = "auto",
     gpus: Annotated[
         int | None,
         typer.Option(help="Learn on this many GPUs of this machine, a process each.", min=1),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
+from scratchlm.cli.device import Device, choose_device
 from scratchlm.cli.terminal import read_prompt, say, visible, warn, write_output
 from scratchlm.errors import ScratchLMError
 
@@ -27,7 +28,6 @@ ModelArgument = Annotated[
         metavar="MODEL", help="A run, a checkpoint, a Hugging Face directory, or a GGUF file."
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
 Accelerate = Annotated[bool, typer.Option(help="Use fused layers and whole-step decoders.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or stored: as on disk.")]
 Temperature = Annotated[float, typer.Option(help="Flattens (>1) or sharpens (<1); 0 is greedy.")]
@@ -342,7 +342,6 @@ def load(model: str, checkpoint: str | None, device: str, dtype: str, accelerate
     """Load a model as the options say; warnings go to stderr."""
     import torch
 
-    from scratchlm.cli.device import choose_device
     from scratchlm.inference import load_model
 
     kinds = {"stored": None, "float32": torch.float32}

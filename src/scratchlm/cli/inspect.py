@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption
+from scratchlm.cli.device import Device
 from scratchlm.cli.generate import (
     Accelerate,
-    Device,
     Dtype,
     ModelArgument,
     Prompt,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption, say_checkpoint
+from scratchlm.cli.device import Device, choose_device
 from scratchlm.cli.terminal import say, warn
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import listed, shown
@@ -38,12 +39,11 @@ def predict(
     question: Annotated[str | None, typer.Option(help="A question to answer.")] = None,
     context: Annotated[str | None, typer.Option(help="The text that holds its answer.")] = None,
     checkpoint: CheckpointOption = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    device: Device = "auto",
     accelerate: Annotated[bool, typer.Option(help="Use fused layers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Lines.")] = False,
 ) -> None:
     """Classify texts or find answers; where records hold the truth, say how many are right."""
-    from scratchlm.cli.device import choose_device
     from scratchlm.inference.heads import load_head
 
     asked = _records(data, text, question, context)

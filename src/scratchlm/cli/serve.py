@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from scratchlm.cli.checkpoints import CheckpointOption
-from scratchlm.cli.generate import Accelerate, Device, Dtype, ModelArgument, load
+from scratchlm.cli.device import Device
+from scratchlm.cli.generate import Accelerate, Dtype, ModelArgument, load
 from scratchlm.cli.terminal import say
 from scratchlm.errors import ScratchLMError
 

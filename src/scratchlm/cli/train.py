@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scratchlm.cli.device import Device
+
 if TYPE_CHECKING:
     from scratchlm.cli.training_run import Figures
     from scratchlm.training import Plan
@@ -75,7 +77,7 @@ def train(
         str | None,
         typer.Option(help="The text's field in JSON Lines or Parquet.", show_default="text"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "auto",
+    device: Device = "auto",
     gpus: Annotated[
         int | None,
         typer.Option(help="Train on this many GPUs of this machine, a process each.", min=1),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scratchlm.cli import terminal
+from scratchlm.cli.device import Device, choose_device
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def demo(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Remove the demo that is in --out and start clean.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, or auto.")] = "cpu",
+    device: Device = "cpu",
 ) -> None:
     """Train a small model on a world whose truth is known, and show how near it came.
 
@@ -68,7 +69,6 @@ def _demo(args: DemoArgs, device_name: str) -> int:
     from scratchlm.cli.demo.corpus import make_world
     from scratchlm.cli.demo.showing import accounting_lines
     from scratchlm.cli.demo.trial import trial
-    from scratchlm.cli.device import choose_device
     from scratchlm.training import watch_signals
 
     device = choose_device(device_name)
