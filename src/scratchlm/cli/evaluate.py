@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,69 +112,87 @@ def compare(
     out: Annotated[Path, typer.Option(help="The picture (.png) to write.")] = Path("compare.png"),
 ) -> None:
     """Draw the losses and tasks of several runs together, and print where they ended."""
+    from scratchlm.cli.evaluation_output import check_places
+    from scratchlm.durable import write_atomically
+    from scratchlm.training import read_metrics, read_plan
+    from scratchlm.training.plots import all_tasks, draw_comparison
+
+    check_places(out, "--out")
+    logs = {str(run): read_metrics(run) for run in runs}
+    plans = [read_plan(Path(run)) for run in logs]
+    names = [Path(name).absolute().name for name in logs]
+    short = names if len(set(names)) == len(names) else list(logs)
+    tasks = all_tasks(logs)
+    pairs = zip(plans, logs.values(), strict=True)
+    figures = [_figures(plan, records, tasks) for plan, records in pairs]
+    notes = [
+        f"{name} differs from {short[0]}: {', '.join(differences)}"
+        for name, plan in zip(short, plans, strict=True)
+        if (differences := _differences(plans[0], plan))
+    ]
+    _print_figures(short, figures, tasks, notes)
+    write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
+    say(out)
+
+
+_TITLES = ("parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s")
+
+
+def _figures(plan: Plan, records: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[str]:
+    """Return what stands below the titles for one run, and its last figure of each task."""
+    from scratchlm.accounting import count_parameters
+    from scratchlm.training.plots import task_curves
+    from scratchlm.training.report import mean_rate
+
+    steps = [record for record in records if "loss" in record]
+    held_out = [record for record in records if record.get("val_loss") is not None]
+    best = min(held_out, key=lambda record: record["val_loss"], default=None)
+    return [
+        f"{count_parameters(plan.model).unique:,}",
+        f"{steps[-1]['step']:,}" if steps else "0",
+        f"{steps[-1]['loss']:.4f}" if steps else "",
+        f"{best['val_loss']:.4f}" if best else "",
+        f"{best['step']:,}" if best else "",
+        f"{mean_rate(steps[-1]):,.0f}" if steps else "",
+        *(_last_figure(task_curves(records).get(task)) for task in tasks),
+    ]
+
+
+def _print_figures(
+    names: Sequence[str],
+    figures: Sequence[Sequence[str]],
+    tasks: Sequence[str],
+    notes: Sequence[str],
+) -> None:
+    """Print a row for each run; where that does not fit, names below and tasks on their own."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from scratchlm.accounting import count_parameters
-    from scratchlm.cli.evaluation_output import check_places
-    from scratchlm.durable import write_atomically
-    from scratchlm.training import read_metrics, read_plan
-    from scratchlm.training.plots import all_tasks, draw_comparison, task_curves
-    from scratchlm.training.report import mean_rate
-
-    check_places(out, "--out")
-    logs = {str(run): read_metrics(run) for run in runs}
-    plans = {str(run): read_plan(run) for run in runs}
-    names = [Path(name).absolute().name for name in logs]
-    short = names if len(set(names)) == len(names) else list(logs)
     console = Console(width=None if Console().is_terminal else 160)
-    tasks = all_tasks(logs)
-    titles = ["parameters", "steps", "training loss", "held-out loss", "at step", "tokens/s"]
-    rows: list[list[str]] = []
-    base = next(iter(plans.values()))
-    told = []
-    for name, (path, records) in zip(short, logs.items(), strict=True):
-        steps = [record for record in records if "loss" in record]
-        held_out = [record for record in records if record.get("val_loss") is not None]
-        best = min(held_out, key=lambda record: record["val_loss"], default=None)
-        row = [
-            f"{count_parameters(plans[path].model).unique:,}",
-            f"{steps[-1]['step']:,}" if steps else "0",
-            f"{steps[-1]['loss']:.4f}" if steps else "",
-            f"{best['val_loss']:.4f}" if best else "",
-            f"{best['step']:,}" if best else "",
-            f"{mean_rate(steps[-1]):,.0f}" if steps else "",
-            *(_last_figure(task_curves(records).get(task)) for task in tasks),
-        ]
-        rows.append(row)
-        if differences := _differences(base, plans[path]):
-            told.append(f"{name} differs from {short[0]}: {', '.join(differences)}")
+    titles, labels = [*_TITLES, *tasks], list(names)
 
-    def table_of(names: Sequence[str], first: int, last: int) -> Table:
+    def table_of(first: int, last: int) -> Table:
         table = Table("run", box=None, pad_edge=False)
-        for title in [*titles, *tasks][first:last]:
+        for title in titles[first:last]:
             table.add_column(Text(visible(title)), justify="right")
-        for name, row in zip(names, rows, strict=True):
-            table.add_row(Text(visible(name)), *(Text(cell) for cell in row[first:last]))
+        for label, row in zip(labels, figures, strict=True):
+            table.add_row(Text(visible(label)), *(Text(cell) for cell in row[first:last]))
         return table
 
-    labels, parts = short, [(0, len(titles) + len(tasks))]
-    if not does_fit(console, table_of(labels, *parts[0])):
-        titles = [title.replace(" ", "\n") for title in titles]
-    if not does_fit(console, table_of(labels, *parts[0])):  # names below, tasks on their own
-        labels = [f"{i}" for i in range(1, len(short) + 1)]
-        every = range(len(titles), len(titles) + len(tasks))
-        parts = [(0, len(titles)), *((at, at + 1) for at in every)]
+    parts = [(0, len(titles))]
+    if not does_fit(console, table_of(*parts[0])):
+        titles = [*(title.replace(" ", "\n") for title in _TITLES), *tasks]
+    if not does_fit(console, table_of(*parts[0])):
+        labels = [f"{i}" for i in range(1, len(names) + 1)]
+        parts = [(0, len(_TITLES)), *((at, at + 1) for at in range(len(_TITLES), len(titles)))]
     for part in parts:
-        console.print(table_of(labels, *part))
-    for label, name in zip(labels, short, strict=True):
+        console.print(table_of(*part))
+    for label, name in zip(labels, names, strict=True):
         if label != name:
             console.print(Text(f"{label}: {visible(name)}"))
-    for line in told:  # whole names: a column would cut them
-        console.print(Text(visible(line)))
-    write_atomically(out, draw_comparison(dict(zip(short, logs.values(), strict=True))))
-    say(out)
+    for note in notes:  # whole names: a column would cut them
+        console.print(Text(visible(note)))
 
 
 def _last_figure(curve: tuple[str, list[tuple[int, Any]]] | None) -> str:
