@@ -8,10 +8,9 @@
 `KINDS` lists the points, `points(model)` those of a model.
 """
 
-from scratchlm.inspect.attention import attention_weights
 from scratchlm.inspect.attribution import PARTS, Attribution
 from scratchlm.inspect.cache import Cache
-from scratchlm.inspect.finding import HeadScores, head_scores
+from scratchlm.inspect.finding import HeadScores, attention_weights, head_scores
 from scratchlm.inspect.look import Look, inspect
 from scratchlm.inspect.points import KINDS, Point, points
 

@@ -1,4 +1,4 @@
-"""Heads worth looking at, found on sequences of random tokens that are repeated.
+"""Where heads look: in one sequence; and heads worth looking at, found on repeated random tokens.
 
 With a block of n random tokens said twice, a head that mostly looks from position i to
 
@@ -12,7 +12,7 @@ key: the whole sequence for the first, the second block for the other two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from scratchlm.inspect.look import inspect
-from scratchlm.model import Transformer
+from scratchlm.model import Transformer, TransformerLM
 
 CELLS = 1 << 26  # attention weights that are held at once
+
+
+@torch.no_grad()
+def attention_weights(
+    model: TransformerLM, token_ids: Sequence[int]
+) -> Float[Tensor, "layers heads query key"]:
+    """Return the weights of every layer and head for one sequence."""
+    ids = torch.tensor([list(token_ids)], device=model.token_embeddings.weight.device)
+    with inspect(model) as look:
+        look.keep("layers.*.attn.weights")
+        model(ids)
+    every = [look.cache[f"layers.{i}.attn.weights"][0] for i in range(len(model.layers))]
+    return torch.stack(every)
 
 
 @dataclass(frozen=True)

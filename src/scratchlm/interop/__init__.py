@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from scratchlm.interop.gguf_file import is_gguf
     from scratchlm.interop.gguf_reading import GGUFCheckpoint, read_gguf
     from scratchlm.interop.gguf_writing import write_gguf
-    from scratchlm.interop.hf_config import from_hf_config, to_hf_config
+    from scratchlm.interop.hf_config import from_hf_config
+    from scratchlm.interop.hf_config_writing import to_hf_config
     from scratchlm.interop.matching import check_stored
     from scratchlm.interop.reading import HFCheckpoint, is_hf_directory, read_hf
     from scratchlm.interop.writing import write_hf
@@ -48,7 +49,7 @@ _MODULE_OF = {
     "read_hf": "reading",
     "write_hf": "writing",
     "from_hf_config": "hf_config",
-    "to_hf_config": "hf_config",
+    "to_hf_config": "hf_config_writing",
 }
 
 

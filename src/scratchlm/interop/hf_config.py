@@ -23,13 +23,10 @@ from scratchlm.config import (
 )
 from scratchlm.config.heads import TaskHead
 from scratchlm.interop.heads import family_with
-from scratchlm.interop.hf_config_writing import to_hf_config
 from scratchlm.interop.hf_rope import read_rope
 from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.neutral import NEUTRAL_KEYS, NEUTRAL_PREFIXES
 from scratchlm.untrusted import listed, shown
-
-__all__ = ["from_hf_config", "to_hf_config"]
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _ACTIVATIONS |= {"relu": "relu", "silu": "silu", "swish": "silu"}

@@ -30,7 +30,7 @@ from scratchlm.config import ModelConfig, Rotary
 from scratchlm.config.lora import LoRA
 from scratchlm.durable import check_is_new, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
-from scratchlm.interop.hf_config import to_hf_config
+from scratchlm.interop.hf_config_writing import to_hf_config
 from scratchlm.interop.keys import FAMILIES
 from scratchlm.interop.links import Link
 from scratchlm.interop.matching import map_tensors

@@ -21,7 +21,7 @@ from scratchlm.config.heads import TaskHead
 from scratchlm.durable import check_is_new, whole_directory, write_file
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop.heads import family_with, head_words
-from scratchlm.interop.hf_config import to_hf_config
+from scratchlm.interop.hf_config_writing import to_hf_config
 from scratchlm.interop.links import Link
 from scratchlm.interop.matching import TensorMap, map_tensors
 from scratchlm.interop.reading import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER
