@@ -26,7 +26,8 @@ def die_at(number: int, *names: str, every: bool = False) -> None:
             count += every or name == "fsync" or is_unfinished(*args)
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **more)
+            # SIGKILL loses nothing that was written: nobody need wait for the disk.
+            return None if name == "fsync" else real(*args, **more)
 
         return watched
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rewriting import rewrite
 from scratchlm.checkpoint import find_checkpoints, step_of
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer import load_tokenizer, train_bpe
@@ -101,7 +102,7 @@ def test_every_flipped_bit_of_a_runs_settings_is_seen(tmp_path, plan):
             tried += 1
             flipped = bytearray(text)
             flipped[at] ^= 1 << bit
-            (run / "config.toml").write_bytes(flipped)
+            rewrite(run / "config.toml", flipped)
             try:
                 found = read_plan(run)
             except ScratchLMError:
