@@ -206,7 +206,10 @@ def test_the_formats_own_end_ends_an_answer(server):
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
 
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% endfor %}{{ end }}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.name if m.role == 'user' and m.name else m.role }}"
+    ":{{ m.content }}{% endfor %}{{ end }}"
+)
 
 
 def test_a_models_own_template_writes_the_chat_and_its_markers_cannot_be_forged():
@@ -226,9 +229,35 @@ def test_a_models_own_template_writes_the_chat_and_its_markers_cannot_be_forged(
         forbidden = {**fields, "chat_template_kwargs": {"messages": []}}
         refused = ask(server, "/v1/chat/completions", forbidden)
     [choice] = answer.json["choices"]
-    assert choice["prompt_token_ids"] == [257, *b"user:a<|im_start|>b!"]
-    assert encoded.json["tokens"] == [257, *b"user:a<|im_start|>b"]
+    assert choice["prompt_token_ids"] == [257, *b"me:a<|im_start|>b!"]
+    assert encoded.json["tokens"] == [257, *b"me:a<|im_start|>b"]
     assert (refused.status, refused.error["param"]) == (400, "chat_template_kwargs")
+
+
+UNREAD = {
+    "a variable": ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    "one of two": ({"chat_template_kwargs": {"end": "!", "self": 1}}, "chat_template_kwargs"),
+    "a name of a role": (
+        {
+            "messages": [
+                {"role": "user", "content": "x", "name": "me"},
+                {"role": "assistant", "content": "y", "name": "it"},
+            ]
+        },
+        "messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_a_template_does_not_read_is_refused_by_name(name):
+    fields, field = UNREAD[name]
+    loaded = replace(tiny_loaded(), chat_template=ChatTemplate({"default": TEMPLATE}))
+    with tiny_server(loaded) as server:
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        answer = ask(server, "/v1/chat/completions", body)
+    assert (answer.status, answer.error["param"]) == (400, field)
+    assert "does not read" in answer.error["message"]
 
 
 def test_a_model_without_a_chat_format_says_so():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from scratchlm.errors import ScratchLMError
@@ -68,13 +68,17 @@ class ChatPrompts:
             if template is None:
                 plain = [Message(m["role"], m["content"]) for m in messages]
                 return self.format.encode(plain, tokenizer)
-            return encode_chat(
+            if unread := given.keys() - (template.variables() if given else ()):
+                rule = f"the model's chat template does not read {min(unread)!r:.60}"
+                raise bad_field("chat_template_kwargs", rule)
+            encode = partial(
+                encode_chat,
                 template,
-                messages,
-                tokenizer,
+                tokenizer=tokenizer,
                 add_generation_prompt=add_generation_prompt,
                 **given,
             )
+            return _with_names_read(messages, encode)
         except (ScratchLMError, ValueError, TypeError, StopIteration) as error:
             raise bad_field("messages", f"{error}"[:300]) from None
 
@@ -93,6 +97,22 @@ class ChatPrompts:
             if asked:
                 what = "a message's name" if name == "messages" else "this"
                 raise bad_field(name, f"{what} needs a chat template of the model's own")
+
+
+def _with_names_read(
+    messages: Sequence[dict[str, Any]], encode: Callable[[Sequence[dict[str, Any]]], list[int]]
+) -> list[int]:
+    """Encode messages; refuse names of a role whose names change nothing."""
+    ids = encode(messages)
+    for role in {m["role"] for m in messages if "name" in m}:
+        unnamed = [
+            {key: value for key, value in m.items() if key != "name" or m["role"] != role}
+            for m in messages
+        ]
+        if encode(unnamed) == ids:
+            rule = f"the model's chat template does not read the name of a message of role {role}"
+            raise bad_field("messages", rule)
+    return ids
 
 
 def find_chat_prompts(loaded: Loaded, name: str | None) -> ChatPrompts:

@@ -112,6 +112,11 @@ class ChatTemplate:
         answer = _RENDERER.ask(source, values, self.seconds)
         return Rendered(answer["text"], tuple((a, b) for a, b in answer["spans"]))
 
+    def variables(self) -> frozenset[str]:
+        """Return the variables the template reads; any other would change nothing."""
+        answer = _RENDERER.ask(self._source(with_tools=False), None, self.seconds)
+        return frozenset(answer["variables"])
+
     def _source(self, with_tools: bool) -> str:
         if with_tools and "tool_use" in self.templates:
             return self.templates["tool_use"]
@@ -200,8 +205,11 @@ class _Renderer:
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
-    def ask(self, source: str, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Render in the child; what it refuses, or does not finish, is one line."""
+    def ask(self, source: str, values: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Render in the child, or with no values list the variables a template reads.
+
+        What it refuses, or does not finish, is one line.
+        """
         request = {"template": source, "variables": values, "seconds": seconds}
         try:
             line = json.dumps(request).encode() + b"\n"

@@ -18,6 +18,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.runtime
 from jinja2.parser import Parser
@@ -116,8 +117,7 @@ def _tojson(
     )
 
 
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
+def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -130,7 +130,12 @@ def _compiled(source: str) -> jinja2.Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return environment.from_string(source)
+    return environment
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +150,11 @@ def render(source: str, variables: dict[str, Any]) -> dict[str, Any]:
     return {"text": "".join(pieces), "spans": environment.spans}
 
 
+def variables_of(source: str) -> list[str]:
+    """Return the variables a template reads."""
+    return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+
+
 def _answer(line: str) -> dict[str, Any]:
     request = json.loads(line)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -152,6 +162,8 @@ def _answer(line: str) -> dict[str, Any]:
     # An orphan, whose parent no longer watches the clock, is ended by the system.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     try:
+        if request["variables"] is None:
+            return {"variables": variables_of(request["template"])}
         return render(request["template"], request["variables"])
     except MemoryError:
         return {"error": "it needs too much memory"}
