@@ -226,6 +226,20 @@ def test_an_ablation_is_that_of_the_python_api_and_off_it_changes_no_bit(subject
     assert found["divergence"] > 0 == off["divergence"]
 
 
+def test_a_divergence_is_finite_where_a_probability_is_not_above_zero(subject):
+    edits = [Scaling("logits", 100.0)]  # the difference of two is more than exp can hold
+    with torch.no_grad():
+        logits = subject.model(torch.tensor([IDS]))[0, -1]
+    log_p, log_q = (x.double().log_softmax(-1) for x in (logits, 100 * logits))
+    assert log_q.exp().min() == 0
+    wanted = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    assert look_inside.ablate(subject, IDS, edits)["divergence"] == pytest.approx(wanted.item())
+    assert explained(subject, "divergence", edits=edits)["value"] == pytest.approx(wanted.item())
+    overflow = [Scaling("logits", 1000.0)] * 20
+    with pytest.raises(ValueError, match="not finite"):
+        look_inside.ablate(subject, IDS, overflow)
+
+
 def test_patching_the_last_stream_brings_the_answer_back(subject):
     other = [*b"ba ba bca"]
     found = look_inside.patch(subject, IDS, other, 98, against=97)

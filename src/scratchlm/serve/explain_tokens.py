@@ -87,8 +87,9 @@ def moved(subject: Subject, ids: Ids, token: int, edits: Edits = ()) -> Explanat
 @torch.no_grad()
 def divergence(subject: Subject, ids: Ids, edits: Edits = ()) -> Explanation:
     """KL = Σ p log(p / q), q with the edits."""
-    p, q = (edited_logits(subject, ids, e).double().softmax(-1) for e in ((), edits))
-    terms = (p * (p.log() - q.log())).masked_fill(p == 0, 0.0)
+    log_p, log_q = (edited_logits(subject, ids, e).double().log_softmax(-1) for e in ((), edits))
+    p = log_p.exp()
+    terms = (p * (log_p - log_q)).masked_fill(p == 0, 0.0)
     return {
         "name": f"KL divergence of the next token's distribution {_after(ids)}, in nats",
         "formula": "KL = Σ_i p_i · (log p_i − log q_i),   p before, q after the edits",
@@ -98,7 +99,7 @@ def divergence(subject: Subject, ids: Ids, edits: Edits = ()) -> Explanation:
             [f"p log(p / q) of {quoted(subject, t)}", float(terms[t]), _of(t, "probability")]
             for t in largest(terms)
         ],
-        "source": source("serve/look_inside.py", "was.log() - now.log()"),
+        "source": source("serve/look_inside.py", "log_was - log_now"),
     }
 
 

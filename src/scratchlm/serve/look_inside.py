@@ -159,10 +159,13 @@ def edited_logits(subject: Subject, ids: Ids, edits: Sequence[Scaling]) -> Float
 def ablate(subject: Subject, ids: Ids, edits: Sequence[Scaling], best: int = 10) -> dict[str, Any]:
     """Return the next-token table without and with these edits, and whether a bit changed."""
     before, after = subject.last_logits(ids), edited_logits(subject, ids, edits)
+    if not after.isfinite().all():
+        raise ValueError("with these edits the logits are not finite: a factor is too large")
     was, now = (x.double().softmax(dim=-1) for x in (before, after))
+    log_was, log_now = (x.double().log_softmax(dim=-1) for x in (before, after))
     top = [*was.topk(min(best, len(was))).indices.tolist()]
     top += [t for t in now.topk(min(best, len(now))).indices.tolist() if t not in top]
-    moved = was * (was.log() - now.log())
+    moved = was * (log_was - log_now)
     return {
         "rows": [
             {"id": t, "text": subject.text(t), "before": float(was[t]), "after": float(now[t])}
