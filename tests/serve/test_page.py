@@ -502,16 +502,21 @@ def test_the_exported_file_shows_the_same_offline(page, loaded, tmp_path):
     assert page.run("return document.getElementById('run').disabled")
 
 
+def said_by_python(page):
+    """Run the view as Python; return what it prints."""
+    page.run("document.getElementById('python').click()")
+    page.wait("document.getElementById('share').open")
+    script = page.run("return document.querySelector('#share textarea').value")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script, "the view", "exec"), {})
+    return printed.getvalue()
+
+
 def test_every_view_as_python_prints_the_numbers_shown(page):
     for view in VIEWS:
         page.open(f"{ADDRESS}&v={view}&l=1&h=2&e=head%3A1%3A2%3A0%3A1")
-        page.run("document.getElementById('python').click()")
-        page.wait("document.getElementById('share').open")
-        script = page.run("return document.querySelector('#share textarea').value")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(script, view, "exec"), {})
-        said = printed.getvalue()
+        said = said_by_python(page)
         if view == "choices":
             for row, line in zip(page.cells("table.choices"), said.splitlines(), strict=True):
                 before, after = line.split()[-2:]
@@ -528,9 +533,29 @@ def test_every_view_as_python_prints_the_numbers_shown(page):
         elif view == "cost":
             assert f"{float(said.split()[0]) / 1e3:.3g} kFLOP" == page.text(".figures dd")
         elif view == "lens":
-            assert said.count("layers.") == 2
+            for row, line in zip(page.cells("table.lens"), said.splitlines()[::-1], strict=True):
+                found = [percent(float(p)) for p in re.findall(r"([\d.]+)[\"\']", line)]
+                assert found == [cell[-len(p) :] for cell, p in zip(row[1:], found, strict=True)]
+        elif view == "patch":
+            layers = [line.split()[1:] for line in said.splitlines()]
+            shown = [row[1:] for row in page.cells("#patched table")]
+            assert shown == [[f"{float(v):.2f}" for v in row] for row in zip(*layers, strict=True)]
         else:
             assert said
+
+
+def test_experts_as_python_are_those_shown(mixture_page):
+    page = mixture_page
+    page.open(address_of(IDS, at=7, v="experts"))
+    *_, load = lines = said_by_python(page).splitlines()
+    shown = page.cells("#view table")
+    for layer, row in enumerate(shown):
+        of_layer = [line for line in lines if line.startswith(f"layers.{layer}.")][4:-1]
+        for cell, line in zip(row[1:], of_layer, strict=True):
+            pairs = re.findall(r"(\d+): ([\d.]+)", line)
+            assert cell == "".join(f"{expert}: {percent(float(p))}" for expert, p in pairs)
+    loads = page.cells("#view .scroller:nth-of-type(2) table")
+    assert [row[-1] for row in loads] == [percent(float(p)) for p in load.split()[2:]]
 
 
 # Whoever looks, and wherever

@@ -56,7 +56,7 @@ with torch.no_grad(), inspect(model) as look:
     model(tokens)
 for point, logits in look.cache.lens_by_layer():
     p, best = logits[0].double().softmax(-1).max(-1)
-    print(point, [f"{tokenizer.decode([t])!r} {q:.4f}" for t, q in zip(best.tolist(), p.tolist())])
+    print(point, [f"{tokenizer.decode([t])!r} {q:.6f}" for t, q in zip(best.tolist(), p.tolist())])
 `;
   },
   async attribution() {
@@ -99,7 +99,8 @@ with torch.no_grad(), inspect(model) as look:
     model(tokens)
 with inspect(model) as again:
     found = again.sweep("${point}", metric, tokens=other, from_=look.cache, each="${what === "heads" ? "head" : "position"}")
-print(found)
+for layer, row in enumerate(found.tolist()):
+    print(layer, *[f"{value:.4f}" for value in row])
 `;
   },
   cost() {
@@ -117,8 +118,13 @@ print(found.flops["causal"].value, "FLOP;", found.roofline.seconds, "s")
 with torch.no_grad(), inspect(model) as look:
     look.keep("layers.*.ffn.router")
     model(tokens)
-for name in look.cache:
-    print(name, look.cache[name][0].softmax(-1).max(-1))
+for point in look.cache:
+    ffn = model.get_submodule(point.removesuffix(".router"))
+    p, weights, experts = ffn.ops.route(look.cache[point][0], ffn.experts_per_token, ffn.renormalize)
+    for position, pairs in enumerate(zip(experts.tolist(), weights.tolist())):
+        print(point, position, *[f"{expert}: {weight:.6f}" for expert, weight in zip(*pairs)])
+    load = experts.flatten().bincount(minlength=p.shape[-1]) / experts.numel()
+    print(point, "load", *[f"{expert:.6f}" for expert in load.tolist()])
 `;
   },
   cache() {
