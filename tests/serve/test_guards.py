@@ -126,6 +126,8 @@ def test_a_page_from_elsewhere_may_not_call_unless_named(server):
         ("https://evil.example", 403),
         ("null", 403),
         (server.url, 200),
+        (server.url.replace("http:", "https:"), 200),  # the page, behind a proxy that speaks TLS
+        (server.url + "0", 403),
         ("https://friend.example", 200),
     ):
         answer = ask(server, "/v1/models", headers={**KEY, "Origin": origin})

@@ -65,7 +65,7 @@ class Guards:
             most = self.settings.max_headers
             raise Refusal(431, f"address and headers must not exceed {most} bytes")
         origins = headers.getlist("origin")
-        if origins and not self._is_known_origin(origins, hosts[0], scope["scheme"]):
+        if origins and not self._is_known_origin(origins, hosts[0]):
             raise Refusal(403, "Origin: web pages from elsewhere may not call this server")
         if self._is_preflight(scope, headers):
             return
@@ -86,10 +86,11 @@ class Guards:
             return True
         return self.any_address and _is_address(name)  # an address cannot be rebound
 
-    def _is_known_origin(self, origins: list[str], host: str, scheme: str) -> bool:
+    def _is_known_origin(self, origins: list[str], host: str) -> bool:
         if len(origins) != 1:
             return False
-        return origins[0] == f"{scheme}://{host}" or origins[0] in self.settings.origins
+        ours = (f"http://{host}", f"https://{host}")  # behind a proxy that speaks TLS
+        return origins[0] in ours or origins[0] in self.settings.origins
 
     def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
         return (
