@@ -164,6 +164,21 @@ def test_settings_that_let_others_in_unseen_are_refused():
             ServeSettings(**settings)
 
 
+def test_names_that_no_request_could_have_are_refused():
+    for settings in (
+        {"host": "", "api_key": "k"},
+        {"hosts": ("",)},
+        {"hosts": ("box.example:8000",)},
+        {"hosts": ("https://box.example",)},
+        {"origins": ("friend.example",)},
+        {"origins": ("https://friend.example/",)},
+    ):
+        with pytest.raises(ScratchLMError):
+            ServeSettings(**settings)
+    names = ("box.example", "10.0.0.1", "::1", "[fe80::1]")
+    assert ServeSettings(hosts=names, origins=("http://localhost:3000",)).hosts == names
+
+
 # How much is read
 
 

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import binascii
 import hmac
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scratchlm.serve.refusals import Refusal
-from scratchlm.serve.settings import ServeSettings, is_loopback
+from scratchlm.serve.settings import ServeSettings, is_address, is_loopback
 
 log = logging.getLogger("scratchlm.serve")
 OPEN = frozenset({"/health"})  # needs no key
@@ -84,7 +83,7 @@ class Guards:
         name = _name_of(host)
         if name in self.names:
             return True
-        return self.any_address and _is_address(name)  # an address cannot be rebound
+        return self.any_address and is_address(name)  # an address cannot be rebound
 
     def _is_known_origin(self, origins: list[str], host: str) -> bool:
         if len(origins) != 1:
@@ -169,11 +168,3 @@ def _name_of(host: str) -> str:
         return name if closed and (not port or port[1:].isdecimal()) else ""
     name, _, port = host.partition(":")
     return name.rstrip(".") if not port or port.isdecimal() else ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from scratchlm.errors import ScratchLMError
@@ -49,6 +50,8 @@ class ServeSettings:
             raise ScratchLMError("the API key must not be empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ScratchLMError("the API key must be of printable ASCII characters")
+        if not self.host:
+            raise ScratchLMError("the host must not be empty")
         if not is_loopback(self.host) and self.api_key is None:
             raise ScratchLMError(
                 f"listening on {self.host} lets others in: it needs --api-key "
@@ -59,13 +62,27 @@ class ServeSettings:
                 raise ScratchLMError(f"{name} must be at least 1; got {getattr(self, name)}")
         if "*" in self.origins:
             raise ScratchLMError("origins must be named one by one; got *")
+        for origin in self.origins:
+            if not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ScratchLMError(
+                    f"an origin is http:// or https:// and a host, without a path; got {origin!r}"
+                )
+        for name in self.hosts:
+            if not re.fullmatch(r"[\w.-]+", name) and not is_address(name.strip("[]")):
+                raise ScratchLMError(f"a host is a name or an address, no port; got {name!r}")
 
 
 def is_loopback(host: str) -> bool:
     """Say whether an address is that of this machine alone."""
     if host == "localhost":
         return True
+    return is_address(host.strip("[]")) and ipaddress.ip_address(host.strip("[]")).is_loopback
+
+
+def is_address(host: str) -> bool:
+    """Say whether a host is named by its number."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
