@@ -12,7 +12,7 @@ import h11
 import pytest
 
 from scratchlm.errors import ScratchLMError
-from scratchlm.serve import ServeSettings
+from scratchlm.serve import ServeSettings, guards
 from scratchlm.serve.server import Connection
 from serve.tiny_server import ask, connect, memory, raw_request, read_all, tiny_server
 from waiting import wait_until
@@ -196,6 +196,32 @@ def test_a_body_that_grows_too_long_is_refused():
         )
         client.sendall(head + b"400\r\n" + b"x" * 0x400 + b"\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
+
+
+def test_large_bodies_are_bounded_together_and_small_ones_are_always_taken(monkeypatch):
+    held, real = [0], guards._Body._count
+
+    def count(body, size):
+        real(body, size)
+        held.append(body._bodies.size)
+
+    monkeypatch.setattr(guards._Body, "_count", count)
+    prompt = b'{"prompt": "x"%s}'
+    large, small = prompt % (b" " * 200_000), prompt % b""
+    with tiny_server(max_bodies=300_000) as server:
+        slow = [connect(server) for _ in range(2)]
+        for client in slow:  # 134 kB each beyond what is small
+            client.sendall(raw_request("/v1/completions", large)[:-1])
+        wait_until(lambda: held[-1] > 260_000)
+        refused = ask(server, "/v1/completions", large)
+        assert (refused.status, refused.error["code"]) == (429, "bodies_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert ask(server, "/v1/completions", small).status == 200
+        for client in slow:
+            client.close()
+        wait_until(lambda: held[-1] == 0)
+        assert ask(server, "/v1/completions", large).status == 200
+    assert held[-1] == 0
 
 
 @pytest.mark.parametrize("said", ["Content-Length: 1073741824", "Transfer-Encoding: chunked"])

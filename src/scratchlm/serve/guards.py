@@ -14,22 +14,24 @@ import hmac
 import logging
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scratchlm.serve.refusals import Refusal
-from scratchlm.serve.settings import ServeSettings, is_address, is_loopback
+from scratchlm.serve.settings import KIB, ServeSettings, is_address, is_loopback
 
 log = logging.getLogger("scratchlm.serve")
 OPEN = frozenset({"/health"})  # needs no key
+SMALL = 64 * KIB  # of a body, which is always taken
 
 
 class Guards:
     """ASGI middleware that lets in what may come in."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self.app, self.settings = app, settings
+        self.app, self.settings, self.bodies = app, settings, _Bodies()
         self._key = (settings.api_key or "").encode()
         self.names = {"localhost", "127.0.0.1", "::1", settings.host.strip("[]").lower()}
         self.names |= {name.strip("[]").lower() for name in settings.hosts}
@@ -43,7 +45,7 @@ class Guards:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        body = _Body(receive, self.settings)
+        body = _Body(receive, self.settings, self.bodies)
         if self.settings.log_requests:
             send = _logged(scope, send)
         try:
@@ -52,7 +54,10 @@ class Guards:
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
         else:
-            await self.app(scope, body.receive, send)
+            try:
+                await self.app(scope, body.receive, send)
+            finally:
+                body.forget()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         hosts = headers.getlist("host")
@@ -99,11 +104,19 @@ class Guards:
         )
 
 
+@dataclass
+class _Bodies:
+    """What requests that are being answered hold of their bodies, beyond what is small."""
+
+    size: int = 0
+
+
 class _Body:
     """A request's body, of bounded length and within bounded time."""
 
-    def __init__(self, receive: Receive, settings: ServeSettings) -> None:
-        self._receive, self._settings = receive, settings
+    def __init__(self, receive: Receive, settings: ServeSettings, bodies: _Bodies) -> None:
+        self._receive, self._settings, self._bodies = receive, settings, bodies
+        self._counted = 0
         self._deadline = asyncio.get_running_loop().time() + settings.body_seconds
         self._length, self._is_whole = 0, False
 
@@ -127,7 +140,23 @@ class _Body:
             self._is_whole = not message.get("more_body", False)
             if self._length > self._settings.max_body:
                 raise self._too_long()
+            self._count(max(0, self._length - SMALL))
+            if self._counted and self._bodies.size > self._settings.max_bodies:
+                raise Refusal(
+                    429,
+                    "too many large bodies at once",
+                    code="bodies_full",
+                    headers={"Retry-After": "1"},
+                )
         return message
+
+    def forget(self) -> None:
+        """Count the body no more: its request is over."""
+        self._count(0)
+
+    def _count(self, size: int) -> None:
+        self._bodies.size += size - self._counted
+        self._counted = size
 
     def _too_long(self) -> Refusal:
         return Refusal(413, f"the body must not exceed {self._settings.max_body} bytes")

@@ -33,6 +33,7 @@ class ServeSettings:
     max_messages: int = 1024
 
     max_body: int = 8 * MIB
+    max_bodies: int = 128 * MIB  # of all requests together, what each has beyond 64 KiB
     max_json_depth: int = 16
     max_headers: int = 32 * KIB
     max_connections: int = 900
@@ -57,7 +58,7 @@ class ServeSettings:
                 f"listening on {self.host} lets others in: it needs --api-key "
                 "(or SCRATCHLM_API_KEY); 127.0.0.1 does not"
             )
-        for name in ("max_queue", "max_choices", "max_body", "max_connections"):
+        for name in ("max_queue", "max_choices", "max_body", "max_bodies", "max_connections"):
             if getattr(self, name) < 1:
                 raise ScratchLMError(f"{name} must be at least 1; got {getattr(self, name)}")
         if "*" in self.origins:
