@@ -15,7 +15,7 @@ import torch
 from inference.tiny import END, byte_tokenizer, scripted_model, tiny_model
 from scratchlm.inference import Engine, Loaded, Message, Sampling, chat_format, generate
 from scratchlm.inference.rows import Row
-from scratchlm.serve import engine_thread
+from scratchlm.serve import engine_thread, generation
 from scratchlm.serve.openai_format import AnswerStream
 from scratchlm.serve.server import Connection
 from scratchlm.tokenizer import Tokenizer
@@ -555,6 +555,15 @@ def test_null_is_as_left_out(server):
     empty = {name: None for name, field in table.items() if not field.required}
     del empty["seed"]
     assert complete(server, **empty)["choices"] == complete(server)["choices"]
+
+
+def test_the_logprobs_of_echoed_prompts_are_bounded(server):
+    body = {"prompt": [[1] * 500] * 20, "n": 6, "echo": True, "max_tokens": 1, "logprobs": 1}
+    with mock.patch.object(generation, "MOST_ECHOED", 20 * 500 * 6 * 2 - 1):
+        refused = ask(server, "/v1/completions", body)
+        alone = ask(server, "/v1/completions", {**body, "prompt": [1] * 500})
+    assert (refused.status, refused.error["param"]) == (400, "logprobs")
+    assert alone.status == 200
 
 
 def test_another_model_is_not_found(server):

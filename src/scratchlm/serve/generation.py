@@ -13,6 +13,7 @@ from scratchlm.inference.sampling import Sampling
 from scratchlm.serve.chat_prompts import ChatPrompts, check_length
 from scratchlm.serve.refusals import Refusal, bad_field
 
+MOST_ECHOED = 1 << 22  # log-probabilities of prompts in one answer: about 1 GB while it is written
 SAMPLING = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias"),
@@ -60,6 +61,11 @@ def completion_request(values: dict[str, Any], loaded: Loaded, most_choices: int
         raise bad_field("max_tokens", "0 needs echo; got echo=false")
     if values["best_of"] not in (None, values["n"]):
         raise bad_field("best_of", f"must be n, {values['n']}; got {values['best_of']}")
+    if values["echo"] and values["logprobs"] is not None:
+        count = sum(map(len, ids)) * values["n"] * (1 + values["logprobs"])
+        if count > MOST_ECHOED:
+            rule = f"with echo an answer may hold {MOST_ECHOED} of them; asked for {count}"
+            raise bad_field("logprobs", rule)
     texts = [p if isinstance(p, str) else None for p in prompts]
     return _generate(
         values,
