@@ -474,6 +474,23 @@ def test_a_link_reopens_the_view(page, view):
     assert page.run("return document.getElementById('set-temperature').value") == "0.5"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "t=5_0_1_97&t=0_5_1_98&t=-1_0_2_97.98&t=0_1_1_99&b=3",  # a branch of itself
+        f"{ADDRESS}&v=constructor&c=constructor",
+        f"{ADDRESS}&v=attention&s=constructor",
+        f"{ADDRESS}&v=ablation&e=constructor%3A0%3A0%3A0%3A1",
+        f"{ADDRESS}&v=patch&w=constructor",
+    ],
+)
+def test_an_address_that_makes_no_sense_opens_the_page_all_the_same(page, words):
+    page.open(words)
+    assert page.problem() == ""
+    assert page.text("#view .error") is None
+    assert page.run("return document.querySelectorAll('#tokens .token').length") > 1
+
+
 def test_the_exported_file_shows_the_same_offline(page, loaded, tmp_path):
     ids = [*IDS[:4], loaded.tokenizer.special_tokens[EVIL], *IDS[4:]]
     page.open(address_of(ids, at=8, v="attention", l=1, h=1, o="ba ba ba"))

@@ -5,9 +5,9 @@ import { applyTheme, change, idsOf, onChange, readAddress, state } from "./state
 import { COLOURS, drawTokens, markToken, noteBranchText, readTokens, tokenKeys, tokens } from "./tokens.js";
 import { complete, drawMode, drawSettings, model, say, setModel, stop, syncAnswer } from "./write.js";
 import { drawChoices } from "./choices.js";
-import { drawAttention } from "./attention.js";
+import { SORTS, drawAttention } from "./attention.js";
 import { drawAttribution, drawLens } from "./lens.js";
-import { drawAblation, drawPatch } from "./edits.js";
+import { KINDS, PATCHES, drawAblation, drawPatch } from "./edits.js";
 import { drawCache, drawCost, drawExperts } from "./engine.js";
 import { exportFile, showLink, showPython } from "./share.js";
 
@@ -22,6 +22,9 @@ const VIEWS = {
   experts: ["Experts", drawExperts],
   cache: ["KV cache", drawCache],
 };
+
+// What an address may choose; anything else is as left out.
+const CHOSEN = [["view", VIEWS, "choices"], ["colour", COLOURS, "probability"], ["sort", SORTS, "layer"], ["what", PATCHES, "stream"]];
 
 function drawTabs() {
   at("tabs").replaceChildren(...Object.entries(VIEWS).filter(([id]) => id !== "experts" || model.experts).map(([id, [name]]) => make("button", {
@@ -135,8 +138,9 @@ function listen() {
 
 async function open(words) {
   readAddress(words);
-  if (!(state.view in VIEWS)) state.view = "choices";
-  at("colour").value = state.colour in COLOURS ? state.colour : "probability";
+  for (const [name, known, plain] of CHOSEN) if (!Object.hasOwn(known, state[name])) state[name] = plain;
+  state.edits = state.edits.filter((edit) => Object.hasOwn(KINDS, edit.kind));
+  at("colour").value = state.colour;
   at("numbers").checked = state.numbers;
   drawSettings();
   try {

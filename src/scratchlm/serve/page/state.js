@@ -116,10 +116,11 @@ export function readAddress(text) {
     const [kind, layer, index, factor, on] = text.split(":");
     return { kind, layer: whole(layer), index: whole(index), factor: Number(factor) || 0, on: on === "1" };
   });
-  state.branches = words.getAll("t").map((text) => {
+  for (const text of words.getAll("t")) {
     const [parent, from, given, ids] = text.split("_");
-    return { parent: Number(parent), at: whole(from), given: whole(given), ids: (ids || "").split(".").filter(Boolean).map(whole) };
-  }).filter((one, i) => one.parent < i && one.ids.length);
+    const one = { parent: Number(parent), at: whole(from), given: whole(given), ids: (ids || "").split(".").filter(Boolean).map(whole) };
+    if (one.parent < state.branches.length && one.ids.length) state.branches.push(one);
+  }
   state.branch = Math.min(state.branch, Math.max(0, state.branches.length - 1));
   state.at = Math.min(state.at, idsOf().length);
 }
