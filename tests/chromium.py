@@ -37,14 +37,8 @@ class Chromium:
 
     def __init__(self) -> None:
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.driver = subprocess.Popen(
-            [CHROMEDRIVER, "--port=0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # so that what it started can be ended with it
-        )
-        self.url = f"http://127.0.0.1:{self._port()}"
+        self.driver, port = self._start()
+        self.url = f"http://127.0.0.1:{port}"
         options = {
             "binary": CHROMIUM,
             "args": [*_ARGUMENTS, f"--user-data-dir={self.profile.name}"],
@@ -68,11 +62,20 @@ class Chromium:
             self.driver.communicate()
             self.profile.cleanup()
 
-    def _port(self) -> int:
-        """Read where chromedriver listens, which it says once it does."""
-        for line in self.driver.stdout:
-            if found := re.search(r"started successfully on port (\d+)", line):
-                return int(found[1])
+    def _start(self) -> tuple[subprocess.Popen[str], int]:
+        """Start chromedriver, which now and then ends at once; return the port it says."""
+        for _ in range(5):
+            driver = subprocess.Popen(
+                [CHROMEDRIVER, "--port=0"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # so that what it started can be ended with it
+            )
+            for line in driver.stdout:
+                if found := re.search(r"started successfully on port (\d+)", line):
+                    return driver, int(found[1])
+            driver.communicate()
         raise RuntimeError("chromedriver does not start")
 
     def _call(self, method: str, path: str, body: object = None):
