@@ -427,13 +427,15 @@ def test_an_ablation_changes_the_table_at_once_and_off_restores_the_bits(page, s
     assert page.text("#bits") == own_bits
 
 
-def test_patches_between_two_prompts_are_a_heat_map_of_the_sweep(page, subject):
-    page.open(f"{ADDRESS}&v=patch")
-    other = [*b"ba ba ba"]
+@pytest.mark.parametrize(("text", "digits"), [("ba ba ba", 2), ("aa ab ab", 3)])
+def test_patches_between_two_prompts_are_a_heat_map_of_the_sweep(page, subject, text, digits):
+    """Where the prompts differ by 0.01 in all, two digits would show one number in all colours."""
+    page.open(address_of(IDS, at=8, o=text, v="patch"))
+    other = [*text.encode()]
     against = look_inside.ablate(subject, other, [], best=1)["rows"][0]["id"]
     found = look_inside.patch(subject, IDS[:8], other, IDS[8], against=against)
     shown = [row[1:] for row in page.cells("#patched table")]
-    assert shown == [[f"{v:.2f}" for v in row] for row in zip(*found["values"], strict=True)]
+    assert shown == [[f"{v:.{digits}f}" for v in row] for row in zip(*found["values"], strict=True)]
 
 
 def test_a_click_on_a_number_shows_its_formula_and_its_line(page, loaded):

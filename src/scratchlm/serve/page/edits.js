@@ -123,13 +123,14 @@ async function patched() {
 function heatMap(asked, found, mine, theirs) {
   const name = (id) => quoted([...mine.rows, ...theirs.rows].find((row) => row.id === id)?.text ?? tokens[state.at]?.text ?? "#" + id);
   const span = found.clean - found.other || 1;
+  const digits = Math.min(6, Math.max(2, 1 - Math.floor(Math.log10(Math.abs(span))))); // so that cells differ where their colours do
   const cell = (value, layer, i) => {
     const x = (value - found.other) / span, of = { ...asked, kind: "patched", layer, [found.by]: i };
-    return make("td", { class: `number ${x >= 0 ? "" : "negative "}${shade(Math.abs(x))}` }, number(value.toFixed(2), of, `layer ${layer}, ${found.by} ${i}`));
+    return make("td", { class: `number ${x >= 0 ? "" : "negative "}${shade(Math.abs(x))}` }, number(value.toFixed(digits), of, `layer ${layer}, ${found.by} ${i}`));
   };
   const column = (i) => make("th", { scope: "row" }, make("small", {}, String(i)), " ", found.by === "position" ? make("code", {}, visible(tokens[i]?.text ?? "").trimStart()) : "");
   const metric = asked.against === undefined ? `the logit of ${name(asked.token)}` : `the logit of ${name(asked.token)} minus that of ${name(asked.against)}`;
-  const lead = (value, ids, label) => number(value.toFixed(3), { ids, kind: "logit", token: asked.token, against: asked.against }, label);
+  const lead = (value, ids, label) => number(value.toFixed(digits + 1), { ids, kind: "logit", token: asked.token, against: asked.against }, label);
   return [
     make("p", {}, `Shown is ${metric}: `, lead(found.clean, asked.ids, "in this text"), " in this text, ", lead(found.other, asked.other, "in the other"), ` in the other prompt. The stronger the colour, the closer to this text; striped: further away than the other prompt.`),
     scroller("Patches", make("table", { class: "lens" }, make("caption", {}, make("span", {}, `With one activation patched: ${found.by}s × layers`)),

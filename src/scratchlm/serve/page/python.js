@@ -100,7 +100,7 @@ with torch.no_grad(), inspect(model) as look:
 with inspect(model) as again:
     found = again.sweep("${point}", metric, tokens=other, from_=look.cache, each="${what === "heads" ? "head" : "position"}")
 for layer, row in enumerate(found.tolist()):
-    print(layer, *[f"{value:.4f}" for value in row])
+    print(layer, *[f"{value:.8f}" for value in row])
 `;
   },
   cost() {

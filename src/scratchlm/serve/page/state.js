@@ -35,7 +35,6 @@ const first = () => ({
   other: "",
   what: "stream",
   machine: "h200",
-  from: 0, // first position of the lens
 });
 
 export const state = first();
@@ -67,8 +66,8 @@ export function givenAt(place, branch = state.branch) {
 
 // The address
 
-const NAMES = { branch: "b", at: "at", view: "v", colour: "c", layer: "l", head: "h", sort: "s", other: "o", what: "w", machine: "m", from: "f", prompt: "p", stop: "stop" };
-const NUMBERS_IN_STATE = ["branch", "at", "layer", "head", "from"];
+const NAMES = { branch: "b", at: "at", view: "v", colour: "c", layer: "l", head: "h", sort: "s", other: "o", what: "w", machine: "m", prompt: "p", stop: "stop" };
+const NUMBERS_IN_STATE = ["branch", "at", "layer", "head"];
 
 export function address() {
   const words = new URLSearchParams(), plain = first();

@@ -92,7 +92,7 @@ export async function complete() {
   const prompt = at("prompt").value;
   const asked = await tokenized({ prompt });
   if (!asked) return;
-  change({ prompt, branches: [{ parent: -1, at: 0, ids: [...asked.ids], given: asked.ids.length }], branch: 0, at: 0, from: 0 }, { quiet: true });
+  change({ prompt, branches: [{ parent: -1, at: 0, ids: [...asked.ids], given: asked.ids.length }], branch: 0, at: 0 }, { quiet: true });
   begin(asked.ids.map((id, i) => ({ id, text: asked.texts[i] })));
   await generate("/v1/completions", { prompt: asked.ids, max_tokens: room(asked.ids.length), logprobs: 0, ...stops() }, 0);
   await finish(0);
@@ -126,7 +126,7 @@ export async function say() {
   const asked = await tokenized({ messages });
   if (!asked) return;
   at("message").value = "";
-  change({ messages, branches: [{ parent: -1, at: 0, ids: [...asked.ids], given: asked.ids.length }], branch: 0, at: 0, from: 0 }, { quiet: true });
+  change({ messages, branches: [{ parent: -1, at: 0, ids: [...asked.ids], given: asked.ids.length }], branch: 0, at: 0 }, { quiet: true });
   drawMessages();
   begin(asked.ids.map((id, i) => ({ id, text: asked.texts[i] })));
   const body = { messages, max_completion_tokens: room(asked.ids.length), logprobs: true, ...stops() };
