@@ -202,4 +202,7 @@ CONSTRUCTS = [
     "{% endfor %}\ntail\n",
     "{# note #}\n{% raw %}{{ x }}{% endraw %}{% filter upper %}abc{% endfilter %}"
     "{% with a=3 %}{{ a }}{% endwith %}{{ range(3)|list }}",
+    "{% set turn = cycler('a', 'b') %}{% for m in messages %}{{ turn.next() }}{% endfor %}"
+    "{% for group in messages|groupby('role') %}{{ group.grouper }}{{ group.list|length }}"
+    "{% endfor %}{{ ('<a>'|e).upper() }}{{ range(5).stop }}{{ true.real }}{{ 'ä'.encode().hex() }}",
 ]

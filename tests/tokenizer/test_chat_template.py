@@ -67,6 +67,7 @@ CASES = [
     (LLAMA3, SAID, {"add_generation_prompt": True}),
     (LLAMA3, SAID, {"date_string": "1 Jan 2026"}),
     (LLAMA3, CALLED, {}),
+    ("{{ messages }}", [{**CALLED[1], "content": None, "thinking": None}], {}),
     (MISTRAL, SAID, {}),
     (RENAMED, SAID, {"add_generation_prompt": True}),
     (RENAMED, [{"role": "user", "content": [{"type": "text", "text": " a\n"}]}], {}),
@@ -151,6 +152,7 @@ HOSTILE = {
     "{{ 9 ** (9 ** (9 ** 9)) }}": "longer than|memory",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ ''['__class__'].x }}": "unsafe",
+    "{{ ''.__class__ }}": "unsafe",  # an undefined value would be written as nothing
     "{{ '{0.__class__.__name__}'.format(1) }}": "unsafe",
     "{{ (messages|map(attribute='__class__')|list)[0].mro }}": "unsafe",
     "{{ raise_exception.__globals__.x }}": "unsafe",

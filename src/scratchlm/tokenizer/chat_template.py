@@ -105,7 +105,7 @@ class ChatTemplate:
             "documents": None,
             **self.special_tokens,
             **variables,
-            "messages": [_with_reasoning(message) for message in messages],
+            "messages": [_normalized(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
         source = self._source(with_tools=values["tools"] is not None)
@@ -127,12 +127,13 @@ class ChatTemplate:
         return self.templates["default"]
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    found = (message[name] for name in _REASONING if message.get(name) is not None)
-    reasoning = next(found, None)
+def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without what is null, its reasoning under the names templates read."""
+    said = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((said[name] for name in _REASONING if name in said), None)
     if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        return said
+    return {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 # Reading

@@ -25,7 +25,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 512 << 20  # bytes of address space, the interpreter's own included
-_PLAIN: tuple[type, ...] = (str, dict, list, tuple, int, float, type({}.items()), type({}.keys()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_PLAIN: tuple[type, ...] = (str, bytes, dict, list, tuple, int, float, range, *_VIEWS)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -74,8 +75,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Allow public attributes of the types a template is given or makes."""
-        known = type(obj) in _PLAIN or isinstance(obj, _OWN)
-        return known and super().is_safe_attribute(obj, attr, value)
+        return isinstance(obj, _ALLOWED) and super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuse at once: an undefined value would be written as nothing."""
+        kind = type(obj).__name__
+        raise jinja2.exceptions.SecurityError(f"attribute {attribute!r} of a {kind} is unsafe")
 
 
 class _Dict:
@@ -89,7 +94,8 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-_OWN = (jinja2.runtime.LoopContext, jinja2.runtime.Macro, jinja2.utils.Namespace, _Dict)
+_OWN = (jinja2.runtime.LoopContext, jinja2.runtime.Macro, jinja2.utils.Namespace)
+_ALLOWED = (*_PLAIN, *_OWN, jinja2.utils.Cycler, _Dict)
 
 
 def _raise_exception(message: str) -> None:
