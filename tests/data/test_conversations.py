@@ -115,6 +115,10 @@ def test_an_answer_is_learnt_after_the_prompt_it_is_asked_with():
         assert example.ids[:at] == encode_chat(template, CHAT[:turn], encode.tokenizer)
         assert "Be brief." in encode.tokenizer.decode(example.ids[:at])
         assert learnt(encode, example) == [f" {CHAT[turn]['content']}</s>"]
+    (example,) = encode.chat([CHAT[0], *CALLED[:2]])
+    asked = encode_chat(template, [CHAT[0], CALLED[0]], encode.tokenizer)
+    assert example.ids[: example.learns.index(True)] == asked
+    assert learnt(encode, example) == ["[TOOL_CALLS] weather</s>"]
 
 
 def test_a_prompt_that_no_answer_follows_is_refused():

@@ -121,6 +121,8 @@ MISTRAL = """\
         {%- else %}
             {{- "[INST] " + message["content"] + "[/INST]" }}
         {%- endif %}
+    {%- elif message.tool_calls %}
+        {{- "[TOOL_CALLS] " + message.tool_calls[0].function.name + eos_token }}
     {%- else %}
         {{- " " + message["content"]|trim + eos_token }}
     {%- endif %}

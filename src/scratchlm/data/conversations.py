@@ -205,9 +205,11 @@ class Encoder:
         before, text = messages[:-1], render(messages)
         prompt = render(before, asks=True) if before else None
         if prompt is None or not text.startswith(prompt):
-            # An answer begins where another one would, too.
-            other = render([*before, {**messages[-1], "content": mark}])
+            # An answer, be it a call of a tool, begins where another one would.
+            other = render([*before, {"role": "assistant", "content": mark}])
             header, found, _ = other.rpartition(mark)
+            if found and not text.startswith(header):
+                header = header.rstrip()  # the space before an answer is the answer's
             if not found or not text.startswith(header):
                 raise ValueError(_NO_ANSWER)
             if prompt is None:
