@@ -1,7 +1,9 @@
 """Fine-tuning data: what is learnt, what is refused, and how examples share rows."""
 
+import contextlib
 import json
 from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pyarrow
@@ -238,6 +240,26 @@ def test_parquet_gives_what_json_lines_give(tmp_path):
     )
     with pytest.raises(ScratchLMError, match=r"a\.parquet: row 1: .* do not fit"):
         list(encode.read(tmp_path / "a.parquet", 10))
+
+
+def test_columns_that_nothing_asks_for_may_hold_anything(tmp_path):
+    text = pyarrow.array(["a", "b"])
+    others = {"when": [datetime(2026, 1, 1)] * 2, "picture": [b"\xff"] * 2}
+    for columns, message in (
+        ({"text": text, **others}, None),
+        ({"text": [b"a", b"b"]}, "row 1: text must be text; got bytes"),
+        ({"text": ["a", None]}, "row 2: .* it has none"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        expected = contextlib.nullcontext()
+        if message is not None:
+            expected = pytest.raises(ScratchLMError, match=message)
+        with expected:
+            assert len(list(encoder().read(tmp_path / "a.parquet", 64))) == 2
+    table = pyarrow.Table.from_arrays([text, text], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ScratchLMError, match="the column 'text' stands twice"):
+        list(encoder().read(tmp_path / "a.parquet", 64))
 
 
 # Rows

@@ -16,12 +16,14 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
 from scratchlm.data.sources import CHUNK_BYTES, Source, Utf8
 from scratchlm.errors import ScratchLMError
+from scratchlm.untrusted import shown
 
 PIECE_CHARS = 1 << 20
 MAX_PIECE_CHARS = 16 << 20
@@ -210,10 +212,13 @@ def open_parquet(source: Source) -> Any:
         ) from None
     try:
         file = pyarrow.parquet.ParquetFile(source.path)
-        _ = file.schema_arrow.names  # which may not be UTF-8
-        return file
+        names = file.schema_arrow.names  # which may not be UTF-8
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _broken_parquet(source, error) from None
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ScratchLMError(f"{source.name}: the column {shown(twice[0])} stands twice")
+    return file
 
 
 def _broken_parquet(source: Source, error: BaseException) -> ScratchLMError:

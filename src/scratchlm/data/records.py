@@ -49,7 +49,9 @@ def _json_lines(source: Source) -> Iterator[tuple[str, Record]]:
             text = line.removeprefix(BOM_UTF8) if number == 1 else line
             if text.strip():
                 place = f"{source.name}: line {number:,}"
-                yield place, _checked(parse_json(text, place), place)
+                record = parse_json(text, place)
+                _check_surrogates(record, place)
+                yield place, record
 
 
 def _parquet_rows(source: Source) -> Iterator[tuple[str, Record]]:
@@ -61,8 +63,7 @@ def _parquet_rows(source: Source) -> Iterator[tuple[str, Record]]:
             for batch in file.iter_batches(256):
                 for row in batch.to_pylist():
                     number += 1
-                    place = f"{source.name}: row {number:,}"
-                    yield place, _checked(_without_nulls(row), place)
+                    yield f"{source.name}: row {number:,}", _without_nulls(row)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             why = " ".join(str(error).split())[:120]
             raise ScratchLMError(f"{source.name}: not a Parquet file, or damaged ({why})") from None
@@ -77,16 +78,11 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _checked(value: Any, place: str) -> Record:
-    if not isinstance(value, dict):
-        raise ScratchLMError(f"{place}: a JSON object was expected; got {type(value).__name__}")
+def _check_surrogates(record: Record, place: str) -> None:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ScratchLMError(f"{place}: it holds half a surrogate pair") from None
-    except (TypeError, ValueError) as error:
-        raise ScratchLMError(f"{place}: {error}") from None
-    return value
 
 
 def form_of(record: Mapping[str, Any]) -> str:

@@ -213,7 +213,7 @@ class _Renderer:
         """
         request = {"template": source, "variables": values, "seconds": seconds}
         try:
-            line = json.dumps(request).encode() + b"\n"
+            line = json.dumps(request, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
                 f"a chat template takes plain JSON values: {brief(error, 120)}"
