@@ -10,6 +10,7 @@ from interop.hf_models import hf_model, import_model, load_with_transformers, to
 from scratchlm.config import Rotary
 from scratchlm.config.lora import LoRA
 from scratchlm.errors import ScratchLMError
+from scratchlm.inference.adapters import merge_into
 from scratchlm.interop import write_hf
 from scratchlm.interop.peft import Adapter, read_peft, write_peft
 from scratchlm.model import Linear
@@ -64,6 +65,7 @@ def saved(tmp_path):
 
 TARGETS = {
     "llama 3.2": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
+    "llama 3": ["q_proj", "lm_head"],  # whose own weight PEFT keeps beside the adapter
     "llama biases": [*ATTENTION, "down_proj"],
     "qwen3": ["q_proj", "v_proj"],
     "mistral": "all-linear",
@@ -71,6 +73,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", TARGETS)
 def test_an_adapter_of_peft_gives_the_same_logits_here(family, kind, saved, tmp_path):
@@ -312,6 +315,20 @@ def test_what_does_not_fit_is_one_line(change, message, tmp_path):
     with pytest.raises(ScratchLMError, match=message) as refused:
         read_peft(tmp_path / "adapter", model.config)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_lm_head_that_an_adapter_came_with_must_be_the_models_own(saved, tmp_path):
+    ours, theirs = saved("llama 3")
+    config = peft.LoraConfig(target_modules=["lm_head"])
+    peft.get_peft_model(theirs, config).save_pretrained(tmp_path / "adapter")
+    adapter = read_peft(tmp_path / "adapter", ours.config)
+    for dtype in (torch.float32, torch.bfloat16):
+        merge_into(ours.to(dtype), adapter, "here")
+    with torch.no_grad():
+        ours.lm_head.weight[3, 5] += 1
+    with pytest.raises(ScratchLMError, match="here: the adapter's base has another lm_head"):
+        merge_into(ours, adapter, "here")
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

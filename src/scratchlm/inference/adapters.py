@@ -109,6 +109,15 @@ def merge_into(model: TransformerLM, adapter: Adapter, where: object) -> None:
         found = None if magnitude is None else tuple(magnitude.shape)
         if found != ((len(b),) if adapter.config.dora else None):
             raise ScratchLMError(f"{where}: the magnitudes of {shown(layer)} do not fit its config")
+        base = adapter.bases.get(layer)
+        if base is not None and not _is_same(base, weight):
+            raise ScratchLMError(f"{where}: the adapter's base has another {layer}")
         a, b = a.to(weight.device), b.to(weight.device)
         magnitude = None if magnitude is None else magnitude.to(weight.device)
         weight.copy_(merged_weight(weight, a, b, adapter.scale(layer), magnitude))
+
+
+def _is_same(base: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether two weights are one, rounded to the coarser of their dtypes."""
+    base = base.to(weight.device)
+    return torch.equal(base.to(weight.dtype), weight) or torch.equal(base, weight.to(base.dtype))

@@ -3,6 +3,7 @@
     base_model.model.THEIR.LAYER.lora_A.weight             LAYER.lora_A           (rank, d_in)
     base_model.model.THEIR.LAYER.lora_B.weight             LAYER.lora_B           (d_out, rank)
     base_model.model.THEIR.LAYER.lora_magnitude_vector     LAYER.lora_magnitude   (d_out)
+    base_model.model.lm_head.base_layer.weight             must be the base's own
 
 Where a family keeps several of our layers in one (GPT-2's c_attn), an adapter of theirs is split by
 rows of B. Ours are written as one of the summed rank: A one below the other, B block by block.
@@ -67,6 +68,7 @@ class Adapter:
     config: LoRA
     tensors: Mapping[str, Tensor]  # LAYER.lora_A, LAYER.lora_B, LAYER.lora_magnitude
     scales: Mapping[str, float] = field(default_factory=dict)  # where not the config's
+    bases: Mapping[str, Tensor] = field(default_factory=dict)  # weights that PEFT kept beside it
     quantize: str | None = None  # what its base was stored as while it learnt
 
     def layers(self) -> list[str]:
@@ -119,6 +121,7 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
     is_whole = written in (None, _hash(theirs, table))
     tensors: dict[str, Tensor] = {}
     scales: dict[str, float] = {}
+    bases: dict[str, Tensor] = {}
     for name, links in _groups(model):
         key = f"{_PREFIX}{name}"
         a, b = theirs.pop(f"{key}.lora_A.weight", None), theirs.pop(f"{key}.lora_B.weight", None)
@@ -139,6 +142,10 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
             magnitude is not None and magnitude.shape != (d_out,)
         ):
             raise ScratchLMError(f"{path}: {name}: lora_magnitude_vector does not fit use_dora")
+        # An adapted LM head, whose vocabulary may have grown, is kept with its own weight.
+        base = theirs.pop(f"{key}.base_layer.weight", None) if len(links) == 1 else None
+        if base is not None:
+            bases[_layer(links[0])] = base
         start = 0
         for link in links:
             layer, rows = _layer(link), _rows(link)
@@ -156,7 +163,7 @@ def read_peft(path: str | os.PathLike[str], model: ModelConfig) -> Adapter:
         raise ScratchLMError(f"{path}: the adapter holds no tensors")
     if not is_whole:
         raise ScratchLMError(f"{path} is damaged or was edited: it is not what was written")
-    return Adapter(config, tensors, scales)
+    return Adapter(config, tensors, scales, bases)
 
 
 def _sizes(links: list[Link]) -> tuple[int, int]:
