@@ -281,6 +281,9 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
     losses = [line["loss"] for line in log_of(run) if "loss" in line]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # at first no answer is preferred: log 2
     assert losses[-1] < 0.3
+    held_out = [line for line in log_of(run) if "val_loss" in line]
+    assert held_out
+    assert all(line["val_perplexity"] is None for line in held_out)  # of pairs, not of tokens
     plan, examples = read_plan(run), read_examples(run / "data" / "val.examples")
     assert plan.tuning.preference == "dpo"
     rows = [examples[index][0] for index in (0, 1)]

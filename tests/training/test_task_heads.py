@@ -73,7 +73,9 @@ def test_a_classifier_learns_predicts_leaves_and_comes_back(cli, tmp_path):
     figures = [record["tasks"]["held-out"] for record in read_metrics("run") if "tasks" in record]
     assert figures[-1]["accuracy"]["value"] == 1
     assert figures[0]["accuracy"]["value"] < 0.9
-    assert "<h2>Tasks</h2>" in (tmp_path / "run/report.html").read_text()
+    report = (tmp_path / "run/report.html").read_text()
+    assert "<h2>Tasks</h2>" in report
+    assert "perplexity" not in err + report  # labels have none
 
     write(tmp_path / "new.jsonl", texts(60, seed=9))
     code, out, err = cli("predict", "run", "new.jsonl")

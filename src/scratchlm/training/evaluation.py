@@ -32,10 +32,13 @@ class Evaluation:
     targets: int
     num_bytes: int | None = None
     batches: tuple[tuple[float, int, int], ...] = ()  # loss, targets and bytes of each
+    of_tokens: bool = True  # not of pairs of answers, or of labels
 
     @property
-    def perplexity(self) -> float:
-        """e^loss; infinite on overflow."""
+    def perplexity(self) -> float | None:
+        """e^loss; infinite on overflow; None where the loss is not that of tokens."""
+        if not self.of_tokens:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
@@ -153,4 +156,4 @@ def evaluate_mean(
         counts.append(batch.num_targets())
     if not counts:
         raise ValueError("there is nothing to evaluate on: no examples")
-    return Evaluation(math.fsum(sums) / sum(counts), sum(counts))
+    return Evaluation(math.fsum(sums) / sum(counts), sum(counts), of_tokens=False)

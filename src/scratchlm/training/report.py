@@ -124,8 +124,9 @@ def _summary(records: Sequence[Mapping[str, Any]], floor: float | None) -> str:
         cards += [
             ("best held-out loss", f"{best['val_loss']:.4f}"),
             ("at step", f"{best['step']:,}"),
-            ("perplexity", f"{math.exp(best['val_loss']):,.2f}"),
         ]
+        if best.get("val_perplexity") is not None:
+            cards.append(("perplexity", f"{best['val_perplexity']:,.2f}"))
         if best.get("bits_per_byte") is not None:
             cards.append(("bits per byte", f"{best['bits_per_byte']:.4f}"))
         if floor:
