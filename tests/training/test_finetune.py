@@ -369,7 +369,7 @@ def test_pairs_are_not_cut_apart(base, pairs, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_beside_few_bits_a_run_is_the_rounded_base_with_the_adapter(base, chats, tmp_path):
+def test_beside_few_bits_a_run_is_the_rounded_base_with_the_adapter(base, chats, tmp_path, capsys):
     from scratchlm.inference.adapters import read_adapter
     from scratchlm.quantization.convert import quantize_base
     from scratchlm.training.lora import load_adapter
@@ -386,6 +386,8 @@ def test_beside_few_bits_a_run_is_the_rounded_base_with_the_adapter(base, chats,
     torch.testing.assert_close(loaded, model(ids()), atol=1e-5, rtol=1e-5)
     beside = load_model(base, adapter=find_checkpoints(run)[-1], accelerate=False).model(ids())
     assert torch.equal(beside, loaded)
+    assert run_command("export", run, tmp_path / "to-peft", "--adapter") == 0
+    assert "which it learnt beside in int8" in capsys.readouterr().out  # peft cannot say it
 
 
 def test_compare_says_how_fine_tuning_differed(tuned, base, chats, tmp_path, capsys):
@@ -395,6 +397,7 @@ def test_compare_says_how_fine_tuning_differed(tuned, base, chats, tmp_path, cap
     told = " ".join(capsys.readouterr().out.split())
     changes = "tuning.packed True → False, lora.rank 16 → 4, lora.dora False → True"
     assert f"differs from run: {changes}" in told
+    assert "beta" not in read_plan(tuned).tuning.to_dict()  # which has no effect without pairs
 
 
 def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):

@@ -310,7 +310,10 @@ def _export_adapter(model: Path, source: Path, out: Path, dtype: _DType | None) 
     base = read_manifest(source)["metadata"]["adapter"]["base"]
     write_peft(out, read_config(source), found, base)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
-    return f"{out}: an adapter of rank {found.config.rank}, {_size(shapes)} parameters, for {base}"
+    # PEFT's format has no place for it
+    beside = "" if found.quantize is None else f", which it learnt beside in {found.quantize}"
+    rank, size = found.config.rank, _size(shapes)
+    return f"{out}: an adapter of rank {rank}, {size} parameters, for {base}{beside}"
 
 
 def merge(

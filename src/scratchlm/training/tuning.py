@@ -76,11 +76,11 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Write as plain values."""
-        table: dict[str, Any] = {"packed": self.packed, "beta": self.beta}
+        table: dict[str, Any] = {"packed": self.packed}
         if self.quantize is not None:
             table["quantize"] = self.quantize
         if self.preference is not None:
-            table["preference"] = self.preference
+            table |= {"preference": self.preference, "beta": self.beta}
         if self.head is not None:
             table["head"] = self.head.to_dict()
         return table if self.lora is None else {**table, "lora": self.lora.to_dict()}
