@@ -210,21 +210,22 @@ def test_early_stop_stops_and_stays_stopped(tmp_path, data):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path, data):
+@pytest.mark.parametrize("step", [20, SETTINGS.steps])
+def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path, data, step):
     run_training(tmp_path / "whole", data)
     calls = 0
 
-    def stop_in_the_evaluation_at_20():
+    def stop_in_the_evaluation():
         nonlocal calls
         lines = log_of(tmp_path / "parts")
-        calls += bool(lines) and lines[-1]["step"] == 20
+        calls += bool(lines) and lines[-1]["step"] == step
         return calls > 1
 
-    ended, _ = run_training(tmp_path / "parts", data, should_stop=stop_in_the_evaluation_at_20)
+    ended, _ = run_training(tmp_path / "parts", data, should_stop=stop_in_the_evaluation)
     assert ended == "interrupted"
     assert log_of(tmp_path / "parts")[-1].keys() >= {"step", "loss"}
-    assert step_of(find_checkpoints(tmp_path / "parts")[-1]) == 20
-    run_training(tmp_path / "parts", data)
+    assert step_of(find_checkpoints(tmp_path / "parts")[-1]) == step
+    assert run_training(tmp_path / "parts", data)[0] == "finished"
     assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
 
 

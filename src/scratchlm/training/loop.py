@@ -132,11 +132,20 @@ def _save_is_due(learner: Learner, run: Run, improved: bool) -> bool:
 
 def _stop_reason(learner: Learner, run: Run, should_stop: Callable[[], bool]) -> str:
     patience, progress = learner.settings.patience, run.progress
+    if _evaluation_is_due(learner, run) and should_stop():  # it was broken off, at the end too
+        return "interrupted"
     if progress.step >= learner.settings.steps:
         return "finished"
     if patience and progress.evaluations_since_best >= patience:
         return "early stop"
     return "interrupted" if should_stop() else ""
+
+
+def _evaluation_is_due(learner: Learner, run: Run) -> bool:
+    every, progress = learner.settings.eval_every, run.progress
+    if not every or progress.evaluated == progress.step:
+        return False
+    return progress.step % every == 0 or progress.step >= learner.settings.steps
 
 
 def _evaluate_if_due(
@@ -150,8 +159,7 @@ def _evaluate_if_due(
 ) -> bool:
     """Evaluate if due at this step and not done yet; return whether the loss is the best so far."""
     settings, progress = learner.settings, run.progress
-    every, last = settings.eval_every, progress.step >= settings.steps
-    if not every or (progress.step % every and not last) or progress.evaluated == progress.step:
+    if not _evaluation_is_due(learner, run):
         return False
     best = False
     with learner.best_weights() as model, learner.without_compile(), learner.evaluating():
