@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -54,3 +55,15 @@ def test_the_page_lists_every_example():
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     for path in [*SCRIPTS, *NOTEBOOKS]:
         assert f"]({path.name})" in page, path.name
+
+
+@pytest.mark.slow
+def test_fine_tuning_teaches_a_skill_that_nineteen_of_twenty_unseen_words_show(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["finetune_a_skill.py"])
+    runpy.run_path(str(FOLDER / "finetune_a_skill.py"), run_name="__main__")
+    shares = re.findall(r"(?:reverse|merged).* ([\d.]+)%", capsys.readouterr().out)
+    assert len(shares) == 2
+    assert min(map(float, shares)) >= 95
