@@ -23,6 +23,7 @@ from scratchlm.training import (
     write_report,
 )
 from scratchlm.training.plan import write_plan
+from scratchlm.training.run import WRITTEN, hold_run
 from scratchlm.training.settings import CHANGEABLE
 from training.tiny import MODEL, SETTINGS, log_of, run_training, write_data
 
@@ -177,7 +178,36 @@ def test_a_linked_checkpoint_is_named_and_what_it_leads_to_stays(tmp_path):
     assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_link_in_a_runs_folder_is_named_and_what_it_leads_to_stays(tmp_path, name):
+    """A run from elsewhere with `metrics.jsonl` a link to a file of the user's: it was replaced."""
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    settings = replace(SETTINGS, steps=2, eval_every=0)
+    run_training(run, data, settings)
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(mine)
+    with pytest.raises(ScratchLMError, match=f"{name} is a link"):
+        run_training(run, data, settings)
+    assert mine.read_text() == "precious"
+
+
+def test_a_lock_that_is_no_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(ScratchLMError, match=r"\.lock: not a regular file"), hold_run(tmp_path):
+        pass
+
+
 # The log
+
+
+def test_a_log_of_holes_is_refused_by_its_first_line(tmp_path):
+    """A terabyte without a line's end would be read to its end."""
+    (tmp_path / "metrics.jsonl").touch()
+    os.truncate(tmp_path / "metrics.jsonl", 1 << 40)
+    with pytest.raises(ScratchLMError, match=r"metrics\.jsonl: line 1: must be shorter than"):
+        read_metrics(tmp_path)
 
 
 GARBAGE = {

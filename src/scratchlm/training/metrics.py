@@ -126,6 +126,10 @@ def _lines(path: Path) -> Iterator[_Line]:
     """Yield every line of the file, good or not."""
     with open_regular(path) as file:
         for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if len(text) == MAX_LINE_BYTES:  # what follows may be terabytes of it
+                raise ScratchLMError(
+                    f"{path}: line {number}: must be shorter than {MAX_LINE_BYTES:,} bytes"
+                )
             record, wrong = _record(text)
             yield _Line(number, text, record, wrong, not text.endswith(b"\n"))
 

@@ -45,7 +45,7 @@ from scratchlm.data import TokenFile
 from scratchlm.durable import naming
 from scratchlm.errors import ScratchLMError
 from scratchlm.training.learner import Learner
-from scratchlm.training.metrics import NAME, MetricsFile, NoMetrics
+from scratchlm.training.metrics import DAMAGED, NAME, MetricsFile, NoMetrics
 from scratchlm.training.parts import load_pieces, model_pieces, training_state_pieces
 from scratchlm.training.settings import CHANGEABLE
 
@@ -64,6 +64,10 @@ class Progress:
     evaluations_since_best: int = 0
     seconds: float = 0.0  # of training, summed over all sessions of the run
 
+
+LOCK = ".lock"
+# What a session writes besides checkpoints. A link in a run from elsewhere may lead anywhere.
+WRITTEN = (LOCK, NAME, DAMAGED, "config.toml", "report.html", "loss.png")
 
 # Saving costs time on the disk: what is saved without having been asked for may take this share of
 # a session, and a run that is not evaluated is saved as often as this.
@@ -357,7 +361,15 @@ def hold_run(directory: Path) -> Iterator[Path]:
     The lock belongs to the open file: however this process ends, the system releases it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lock = directory / ".lock"
+    for name in WRITTEN:
+        if (directory / name).is_symlink():
+            raise ScratchLMError(
+                f"{directory / name} is a link, and a run writes that file: put the file itself "
+                "there, or take the link away"
+            )
+    lock = directory / LOCK
+    if lock.exists() and not lock.is_file():
+        raise ScratchLMError(f"{lock}: not a regular file")
     with open(lock, "ab+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
