@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from dataclasses import replace
 from datetime import datetime
 
@@ -23,6 +24,7 @@ from scratchlm.data.examples import (
     read_examples,
     write_examples,
 )
+from scratchlm.data.records import read_records
 from scratchlm.errors import ScratchLMError
 from scratchlm.tokenizer.chat_encoding import encode_chat
 from scratchlm.tokenizer.chat_template import ChatTemplate
@@ -228,6 +230,14 @@ def test_a_wrong_record_is_named_by_its_line(line, message, tmp_path):
     with pytest.raises(ScratchLMError, match=rf"data\.jsonl: line 3: .*{message}") as refused:
         list(encoder().read(path, 64))
     assert "\n" not in str(refused.value)
+
+
+def test_a_line_without_an_end_is_refused_by_its_length(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"text": "good"}\n')
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ScratchLMError, match="line 2: must be shorter than"):
+        list(read_records(path))
 
 
 def test_parquet_gives_what_json_lines_give(tmp_path):

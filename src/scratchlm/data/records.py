@@ -14,12 +14,13 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scratchlm.data.reading import MAX_LINE_BYTES, open_parquet
+from scratchlm.data.reading import open_parquet
 from scratchlm.data.sources import Source, find_sources
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import open_regular, parse_json, shown
 
 Record = dict[str, Any]
+MAX_LINE_BYTES = 64 << 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMS = {
     "chat": ("messages",),
@@ -46,9 +47,11 @@ def _json_lines(source: Source) -> Iterator[tuple[str, Record]]:
         number = 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
+            place = f"{source.name}: line {number:,}"
+            if len(line) == MAX_LINE_BYTES:
+                raise ScratchLMError(f"{place}: must be shorter than {MAX_LINE_BYTES:,} bytes")
             text = line.removeprefix(BOM_UTF8) if number == 1 else line
             if text.strip():
-                place = f"{source.name}: line {number:,}"
                 record = parse_json(text, place)
                 _check_surrogates(record, place)
                 yield place, record
