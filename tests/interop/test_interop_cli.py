@@ -73,6 +73,15 @@ def test_import_then_export_is_byte_identical(family, cli, tmp_path):
     assert load_with_transformers(tmp_path / "out").generation_config.eos_token_id == [3, 5]
 
 
+def test_a_tokenizer_that_cannot_be_read_is_kept_and_named(cli, tmp_path, checkpoint):
+    assert cli("export", tmp_path / "run", tmp_path / "out")[0] == 0
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    status, out, err = cli("import", tmp_path / "out", tmp_path / "back")
+    assert (status, err) == (0, "")
+    assert "its tokenizer.json kept, but it cannot be used here: " in out
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
 def test_a_run_is_exported_with_its_tokenizer_and_imported_again(cli, tmp_path, checkpoint):
     status, out, err = cli("export", tmp_path / "run", tmp_path / "out")
     assert (status, err) == (0, "checkpoint: step 5, the last\n")

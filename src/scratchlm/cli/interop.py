@@ -115,11 +115,18 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _open_hf(path: Path) -> _Found:
+    from scratchlm.errors import ScratchLMError
     from scratchlm.interop import read_hf
+    from scratchlm.tokenizer import load_tokenizer
     from scratchlm.tokenizer.chat_template import ChatTemplate
 
     model = read_hf(path, with_head=True)
     problem = "" if model.tokenizer_file else "no tokenizer.json there"
+    if model.tokenizer_file:
+        try:
+            load_tokenizer(model.tokenizer_file)
+        except (ScratchLMError, ValueError) as error:  # an export gives it back as it is
+            problem = f"its tokenizer.json kept, but it cannot be used here: {error}"
     template = ChatTemplate.from_directory(path)
     metadata: dict[str, Any] = {}
     if model.head is not None:
