@@ -228,7 +228,10 @@ def test_a_malformed_config_names_its_key(content, says, tmp_path):
         (["gpt2", "--gpus", "8", "--tp", "3"], "--gpus must be divisible by tp; got --gpus=8"),
         (["gpt2", "--gpus", "8", "--tp", "8"], "num_heads divisible by tp; got num_heads=12, tp=8"),
         (["gpt2", "--gpus", "8", "--tp", "4", "--parallel", "tp"], "with fewer, say zero1 or fsdp"),
-        (["gpt2", "--gpus", "8", "--link", "-1"], "--link must be greater than 0; got -1 GB/s"),
+        (
+            ["gpt2", "--gpus", "8", "--link", "-1"],
+            "--link must be from 1e-09 to 1e+09 GB/s; got -1 GB/s",
+        ),
         (["gpt2", "--gpus", "8", "--micro-batches", "0"], "--micro-batches must lie between"),
         (["gpt2", "--lora", "0"], "--lora must be a whole number >= 1; got --lora=0"),
         (["gpt2", "--verify", "--json"], "--json has no effect beside --verify"),

@@ -37,6 +37,7 @@ def model(tmp_path_factory):
     return save_run(folder / "run", TransformerLM(config), tokenizer)
 
 
+ACCOUNT = ["account", "gpt2", "--phase", "training", "--gpus", "8"]
 REFUSED = [
     (["train", "DATA", "--out", "OUT", "train.betas=[0.9]"], "betas must be two numbers"),
     (["train", "DATA", "--out", "OUT", "--device", "cpu:-1"], "--device must be"),
@@ -54,9 +55,15 @@ REFUSED = [
     (["generate", "RUN", "-p", "a", "--num-samples", "1000000000"], "num-samples"),
     (["generate", "RUN", "-p", "a", "--temperature", "1e-320"], "temperature must be 0"),
     (["next", "RUN", "-p", "a", "--temperature", "1e-320"], "temperature must be finite"),
-    (["export", "RUN", "OUT", "--max-shard-gb", "inf"], "--max-shard-gb must be finite"),
-    (["export", "RUN", "OUT", "--max-shard-gb", "nan"], "--max-shard-gb must be finite"),
-    (["evaluate", "RUN", "RECORDS", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
+    (["export", "RUN", "OUT", "--max-shard-gb", "inf"], "--max-shard-gb must be above 0"),
+    (["export", "RUN", "OUT", "--max-shard-gb", "nan"], "--max-shard-gb must be above 0"),
+    (["export", "RUN", "OUT", "--max-shard-gb", "1e308"], "--max-shard-gb must be above 0"),
+    (["evaluate", "RUN", "RECORDS", "--batch-size", "0"], "--batch-size must be from 1 to"),
+    (["evaluate", "RUN", "DATA", "--batch-size", "9" * 23], "--batch-size must be from 1 to"),
+    (["serve", "RUN", "--max-rows", "9" * 23], "--max-rows must be at most 65536"),
+    (["serve", "RUN", "--memory", "9" * 23], "a memory must not exceed"),
+    ([*ACCOUNT, "--link", "inf"], "link must be from"),
+    ([*ACCOUNT, "--link", "1e-320"], "link must be from"),
     (
         ["finetune", "RUN", "RECORDS", "--out", "OUT", "--rank", "1000000000"],
         "rank must not exceed",

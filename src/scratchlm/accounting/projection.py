@@ -50,6 +50,7 @@ from scratchlm.accounting.symbols import (
 )
 from scratchlm.config import ModelConfig
 
+MAX_LINK = 1e18  # bytes/s
 GPU_COUNTS = tuple(8 * 2**n for n in range(8))  # 8 … 1,024
 SECONDS: dict[str, Expr] = {
     "t_c": m * (F_step + F_again) / (G_t * u * F_peak),
@@ -104,8 +105,10 @@ def project(
 
     None where no link is known.
     """
-    if link is not None and not link > 0:
-        raise ValueError(f"link must be greater than 0; got {link / 1e9:g} GB/s")
+    if link is not None and not 1 <= link <= MAX_LINK:
+        raise ValueError(
+            f"link must be from 1e-09 to {MAX_LINK / 1e9:g} GB/s; got {link / 1e9:g} GB/s"
+        )
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu must lie in (0, 1]; got {mfu}")
     known = machine.link if link is None else link

@@ -10,6 +10,7 @@ from scratchlm.config import ModelConfig, from_dict, load_config, preset
 from scratchlm.errors import ScratchLMError
 from scratchlm.untrusted import MAX_CONFIG_BYTES, read_json, read_toml
 
+MAX_BYTES = 1 << 60
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -127,7 +128,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(f"a memory is a number with GiB, GB, MiB or MB; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    size = float(found[1]) * _UNITS[found[2].lower()]
+    if size > MAX_BYTES:
+        raise ValueError(f"a memory must not exceed {MAX_BYTES:,} bytes; got {text!r}")
+    return int(size)
 
 
 def parse_count(text: str) -> int:

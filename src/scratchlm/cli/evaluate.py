@@ -16,6 +16,8 @@ from scratchlm.cli.terminal import does_fit, say, visible
 if TYPE_CHECKING:
     from scratchlm.training import Plan
 
+MAX_SEQUENCES = 1 << 24  # at a time; and tokens in one
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
@@ -82,8 +84,8 @@ def evaluate(
     models, names = running.split_arguments(model, data or [])
     tasks = [running.open_task(name) for name in names]
     for option, value in (("--batch-size", batch_size), ("--context-length", context_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1; got {value}")
+        if value is not None and not 1 <= value <= MAX_SEQUENCES:
+            raise ValueError(f"{option} must be from 1 to {MAX_SEQUENCES:,}; got {value}")
         if value is not None and not any(isinstance(task, str) for task in tasks):
             raise ValueError(f"{option} is for held-out text; none was given")
     wanted = running.Wanted(

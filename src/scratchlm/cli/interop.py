@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from scratchlm.interop.stored_model import StoredModel
     from scratchlm.tokenizer.chat_template import ChatTemplate
 
+MAX_SHARD_GB = 1_000_000
 _FAMILY_HELP = "Families:\n\n" + "\n\n".join(
     f"- {model_type}: {family.description}" for model_type, family in FAMILIES.items()
 )
@@ -173,8 +174,10 @@ def export(
     from scratchlm.checkpoint import is_checkpoint, read_chosen, verify_checkpoint
     from scratchlm.errors import ScratchLMError
 
-    if max_shard_gb is not None and not 0 < max_shard_gb < math.inf:
-        raise ValueError(f"--max-shard-gb must be finite and above 0; got {max_shard_gb}")
+    if max_shard_gb is not None and not 0 < max_shard_gb <= MAX_SHARD_GB:
+        raise ValueError(
+            f"--max-shard-gb must be above 0 and at most {MAX_SHARD_GB:,}; got {max_shard_gb}"
+        )
     if adapter and (out.suffix == ".gguf" or quantize is not None or max_shard_gb is not None):
         raise ValueError("--adapter writes a directory for peft, without --quantize or shards")
     write: Callable[[Path, Path], str]

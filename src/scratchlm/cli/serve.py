@@ -40,7 +40,9 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A web page that may call it; repeatable.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
+    max_rows: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Requests that run at once.")
+    ] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 256,
     memory: Annotated[
         str | None, typer.Option(help="For keys and values, as 4GiB. Default: what suits.")
