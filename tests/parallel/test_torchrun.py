@@ -66,13 +66,15 @@ def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
 
 
 def test_ranks_that_share_a_core_end_without_an_error(tmp_path):
+    """The main thread keeps Python's lock until its end, as it does where cores are busy."""
     script = tmp_path / "sums.py"
     script.write_text(
-        "import os, torch\n"
+        "import os, sys, torch\n"
         "from scratchlm.parallel.ranks import join_for_good\n"
         "if hasattr(os, 'sched_setaffinity'):\n"
         "    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n"
         "join_for_good('cpu', 2)\n"
+        "sys.setswitchinterval(1000)\n"
         "x = torch.ones(4)\n"
         "for _ in range(20): torch.distributed.all_reduce(x)\n"
     )
