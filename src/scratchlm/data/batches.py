@@ -254,6 +254,10 @@ class ValidationBatches(Windows):
     def __len__(self) -> int:
         return -(-self.num_windows // self.batch_size)
 
+    def keep_first(self, rows: int) -> None:
+        """Take no more than the first rows."""
+        self.num_windows = min(self.num_windows, rows)
+
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of batch number `step`; rows past the last are padding."""
         if step >= len(self):

@@ -247,6 +247,10 @@ class ExampleValidation(Rows):
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
 
+    def keep_first(self, rows: int) -> None:
+        """Take no more than the first rows."""
+        self.rows = self.rows[:rows]
+
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of batch number `step`."""
         first = step * self.batch_size

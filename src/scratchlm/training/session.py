@@ -278,5 +278,7 @@ def _make_batches(
     if "val" in files:
         per_rank = min(-(-rows // world), plan.train.micro_batch_size or rows)
         validation = val_rows(files["val"], context, per_rank * world, **options)
+        if plan.train.eval_batches:
+            validation.keep_first(plan.train.held_out_rows())
     batches = train_rows(files["train"], context, rows, plan.train.seed, **options)
     return Data(batches, validation, bytes_per_id)

@@ -177,6 +177,10 @@ class TrainConfig:
         """Return the tokens of one update."""
         return self.batch_size * self.row_tokens(model)
 
+    def held_out_rows(self) -> int:
+        """Return how many rows `eval_batches` are: the same for every number of ranks."""
+        return self.eval_batches * min(self.batch_size, self.micro_batch_size or self.batch_size)
+
     def row_tokens(self, model: ModelConfig) -> int:
         """Return the tokens of one sequence."""
         length = self.row_length or model.context_length

@@ -229,6 +229,8 @@ def make_data(
             "world_size": world,
         }
         validation = None if val is None else ExampleValidation(val, row_length, rows, **options)
+        if validation is not None and settings.eval_batches:
+            validation.keep_first(settings.held_out_rows())
         batches = ExampleBatches(train, row_length, settings.batch_size, settings.seed, **options)
         return Data(batches, validation)
     logps = {
