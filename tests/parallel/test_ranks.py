@@ -1,11 +1,27 @@
 """Ranks compute what one process computes, and checkpoints do not care how many there are."""
 
+import contextlib
 import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from parallel.launching import launch
 from parallel.saved import SAVED
+from scratchlm.config.lora import LoRA
+from scratchlm.data import TokenFile
+from scratchlm.data.conversations import Example
+from scratchlm.data.examples import read_examples, write_examples
+from scratchlm.errors import ScratchLMError
+from scratchlm.training import DataFiles, Plan
+from scratchlm.training.run import Run, Writing
+from scratchlm.training.session import _make_batches
+from scratchlm.training.step import NotFiniteError
+from scratchlm.training.tuning import Tuning, make_data
+from training.tiny import MODEL as TINY
 from training.tiny import log_of, run_training, write_data
 
 TOLERANCE = 2e-6  # of a loss near 4.8: a few units in the last place of float32
@@ -50,6 +66,60 @@ def test_ranks_train_as_one_process_does(found):
 def test_curves_stay_together_over_fifty_steps(tmp_path):
     launch(8, "long-curves", tmp_path, worlds=20)
     check_curves(tmp_path, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("error", "whole"), [(NotFiniteError("nan"), True), (ScratchLMError("gone"), False)]
+)
+def test_a_checkpoint_under_way_is_finished_where_all_ranks_stop(tmp_path, error, whole):
+    """A loss that is not finite took the checkpoint of the steps before it along."""
+    ranks, written = SimpleNamespace(is_first=True, has_failed=False), []
+
+    def write():
+        for _ in range(100):
+            time.sleep(0.001)
+            if ranks.has_failed:
+                raise ScratchLMError("this one is ending")
+        written.append(True)
+
+    with contextlib.suppress(ScratchLMError), Run(tmp_path, {}, ranks=ranks) as run:
+        run._writing = Writing(3, write)
+        raise error
+    assert written == [True] * whole
+
+
+@pytest.mark.parametrize("kind", ["text", "examples"])
+def test_the_held_out_rows_are_the_same_for_every_number_of_ranks(tmp_path, kind):
+    """The best step of a run that goes on with other ranks is chosen on the same rows."""
+    data = write_data(tmp_path)
+    settings = replace(SAVED, batch_size=7, micro_batch_size=3, eval_batches=4, row_length=8)
+    write_examples(
+        tmp_path / "val.examples", [Example([n, 1], [False, True]) for n in range(40)], "t"
+    )
+    examples = {"train": read_examples(tmp_path / "val.examples")}
+    examples["val"] = examples["train"]
+
+    def held_out(size):
+        read = []
+        for rank in range(size):
+            ranks = SimpleNamespace(row_rank=rank, row_size=size, data_rank=rank, data_size=size)
+            with TokenFile(data / "train.bin") as file:
+                files = {"train": file, "val": file}
+                plan = Plan(TINY, settings, DataFiles(data / "train.bin", None))
+                if kind == "text":
+                    found = _make_batches(plan, 7, files, torch.device("cpu"), None, ranks)
+                else:
+                    plan = replace(plan, tuning=Tuning(LoRA(2), packed=False))
+                    device = torch.device("cpu")
+                    learner = SimpleNamespace(ranks=ranks, rows=-(-7 // size), device=device)
+                    found = make_data(plan, settings, examples, learner)
+                for batch in found.validation:
+                    counts = (batch.targets != -100).any(1)
+                    read += [tuple(row) for row in batch.inputs[counts].tolist()]
+        return sorted(read)
+
+    assert len(held_out(1)) == 12
+    assert held_out(1) == held_out(2) == held_out(3)
 
 
 def test_two_ranks_read_bfloat16_and_update_float32(found):

@@ -48,6 +48,7 @@ from scratchlm.training.learner import Learner
 from scratchlm.training.metrics import DAMAGED, NAME, MetricsFile, NoMetrics
 from scratchlm.training.parts import load_pieces, model_pieces, training_state_pieces
 from scratchlm.training.settings import CHANGEABLE
+from scratchlm.training.step import NotFiniteError
 
 if TYPE_CHECKING:
     from scratchlm.parallel.ranks import Ranks
@@ -131,8 +132,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if hasattr(self, "metrics"):
             self.metrics.close()
-        if kind is not None and self.ranks is not None:
-            self.ranks.has_failed = True
+        if kind is not None and self.ranks is not None and kind is not NotFiniteError:
+            self.ranks.has_failed = True  # others may be gone; a checkpoint does not wait for them
         with contextlib.suppress(*([] if kind is None else [ScratchLMError])):
             self.finish_writing()
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from scratchlm.parallel.ranks import Ranks
 
 
+class NotFiniteError(ScratchLMError):
+    """A loss or a gradient that is not finite: all ranks stop at it, and none is gone."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step measured, before its update."""
@@ -50,7 +54,7 @@ def take_step(learner: Learner, batch: Batch, step: int, lr: float) -> StepResul
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
         if not math.isfinite(value):
             where = "" if learner.ranks is None else _where(learner.ranks, own_loss)
-            raise ScratchLMError(
+            raise NotFiniteError(
                 f"step {step}: the {what} is {value}{where}; stopped before the update "
                 "(a smaller train.lr or a longer train.warmup_steps often helps)"
             )
