@@ -20,8 +20,10 @@ from scratchlm.checkpoint import find_checkpoints
 from scratchlm.cli import main
 from scratchlm.cli.training_run import rank_settings
 from scratchlm.config import Rotary
+from scratchlm.errors import ScratchLMError
 from scratchlm.interop import write_hf
 from scratchlm.parallel.launch import without_gpus
+from scratchlm.parallel.ranks import Ranks
 from test_architecture import SRC
 from training.tiny import write_data
 from waiting import wait_until
@@ -199,6 +201,36 @@ def test_a_machine_with_fewer_gpus_is_named():
     assert without_gpus(["train", "--gpus", "8", "x", "--gpus=8", "--out", "y"]) == [
         *("train", "x", "--out", "y")
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"RANK": "abc"}, "RANK='abc' in the environment"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment"),
+        ({"MASTER_PORT": "x"}, "the 2 ranks did not find each other"),
+        ({"RANK": "1"}, "the 2 ranks did not find each other"),  # nobody listens
+    ],
+)
+def test_ranks_that_are_told_nonsense_end_with_one_line(tmp_path, told, says):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    words = [*command(tmp_path / "run", tmp_path, 1), "train.rank_timeout=1"]
+    made = ForkedCommand(*words, prepare=lambda: os.environ.update({**place, **told}))
+    _, err = made.communicate()
+    assert made.returncode == 2, err
+    assert "Traceback" not in err
+    assert f"error: {says}" in err
+
+
+def test_what_the_first_rank_does_not_live_to_say_is_one_line():
+    class Gone:
+        def check(self, names):
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    ranks = Ranks(1, 2, torch.device("cpu"), None, None, Gone(), 1.0)
+    with pytest.raises(ScratchLMError, match=r"another rank is gone.*the job ends"):
+        ranks.from_first(None)
 
 
 def test_what_was_typed_about_ranks_reaches_them(tmp_path):

@@ -7,6 +7,7 @@ command, so that `scratchlm --help` answers at once.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import warnings
@@ -39,7 +40,6 @@ from scratchlm.cli.errors import fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
 from scratchlm.cli.interrupts import interrupts_outside_locks
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
-from scratchlm.parallel.launch import launched_rank
 
 app = App(
     name="scratchlm",
@@ -116,7 +116,7 @@ def main() -> None:
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        rank = launched_rank()
+        rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
         whose = "" if rank is None else f"rank {rank}: "
         say(f"{whose}error: {one_line(error)}", err=True)
         forget_output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 from scratchlm.errors import ScratchLMError
@@ -10,8 +11,13 @@ from scratchlm.errors import ScratchLMError
 
 def launched_rank() -> int | None:
     """Return which of the processes that `torchrun` has started this is; None if it is none."""
-    given = os.environ.get("RANK")
-    return int(given) if given is not None and "WORLD_SIZE" in os.environ else None
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if None in given.values():
+        return None
+    for name, value in given.items():
+        if not re.fullmatch("[0-9]{1,6}", value or ""):
+            raise ScratchLMError(f"{name}={value!r} in the environment: torchrun gives a number")
+    return int(given["RANK"] or 0)
 
 
 def relaunch(gpus: int, words: list[str], *, shared: bool = False) -> int:

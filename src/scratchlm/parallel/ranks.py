@@ -131,11 +131,12 @@ class Ranks:
             return value
         number = self._asked["from-first"] = self._asked.get("from-first", 0) + 1
         name = f"from-first/{number}"
-        if self.is_first:
-            self.store.set(name, json.dumps(value))
-        while not self.store.check([name]):
-            time.sleep(POLL_SECONDS)
-        return json.loads(self.store.get(name))
+        with self.naming_the_missing():
+            if self.is_first:
+                self.store.set(name, json.dumps(value))
+            while not self.store.check([name]):
+                time.sleep(POLL_SECONDS)
+            return json.loads(self.store.get(name))
 
     # What ranks tell each other, from any thread
 
@@ -238,7 +239,11 @@ def join_ranks(
         raise ScratchLMError(f"train.backend=nccl is for GPUs; the ranks are on {device_type}")
     limit = timedelta(seconds=timeout)
     is_nccl = device_type == "cuda" and backend != "gloo"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=limit)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=limit)
+    except (ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ScratchLMError(f"the {size} ranks did not find each other: {why}") from None
     try:
         grid = (size // tensor_size, tensor_size)
         yield Ranks(
