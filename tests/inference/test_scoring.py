@@ -199,3 +199,17 @@ def test_the_best_tokens_come_with_a_score():
     values, ids = logits_after([3], VOCAB).double().log_softmax(-1).topk(3)
     assert [token for token, _ in one.best] == ids.tolist()
     assert [value for _, value in one.best] == pytest.approx(values.tolist(), abs=3e-7)
+
+
+def test_a_score_has_the_best_it_asked_for_in_any_company():
+    """On ties, too, where the best one of five is not the best of one."""
+    level = partial(HashRunner, logits_of=lambda ids, vocab: torch.zeros(vocab))
+    options = {"num_pages": 20, "page_size": 4, "make_runner": level}
+    asked = [(range(10), 1), (range(5, 12), 5), (range(3, 9), 2)]
+    together = Engine(tiny_model(VOCAB, CONTEXT), **options)
+    handles = [together.submit_score(ids, num_logprobs=best) for ids, best in asked]
+    for handle, (ids, best) in zip(handles, asked, strict=True):
+        alone = Engine(tiny_model(VOCAB, CONTEXT), **options)
+        expected = alone.submit_score(ids, num_logprobs=best).result()
+        assert handle.result().logprobs == expected.logprobs
+        assert len(expected.logprobs[0].best) == best

@@ -148,13 +148,20 @@ def score_logits(logits: Float[Tensor, "rows vocab"], scoring: Scoring) -> Outco
     """Return the log-probabilities of a step's targets, on their way to the host."""
     wanted = [request.targets[of] for _, request, of in scoring if request.targets is not None]
     targets = to_device(wanted, torch.long, logits.device)
-    if len(scoring) < len(logits):
-        logits = logits[to_device([at for at, _, _ in scoring], torch.long, logits.device)]
-    most = max(request.num_logprobs or 1 for _, request, _ in scoring)
-    size = max(1, _AT_ONCE[logits.is_cuda] // logits.shape[-1])
-    parts = map(partial(_score, most=most), logits.split(size), targets.split(size))
-    chosen, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Outcome(targets, [Logprobs(list(range(len(scoring))), chosen, ids, values)])
+    groups: dict[int, list[int]] = {}  # on ties, the best n are not the first of the best m
+    for row, (_, request, _) in enumerate(scoring):
+        groups.setdefault(request.num_logprobs or 1, []).append(row)
+    found = []
+    for most, rows in groups.items():
+        own, own_targets = logits, targets
+        if len(rows) < len(logits):
+            own = logits[to_device([scoring[row][0] for row in rows], torch.long, logits.device)]
+            own_targets = targets[to_device(rows, torch.long, logits.device)]
+        size = max(1, _AT_ONCE[logits.is_cuda] // logits.shape[-1])
+        parts = map(partial(_score, most=most), own.split(size), own_targets.split(size))
+        chosen, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
+        found.append(Logprobs(rows, chosen, ids, values))
+    return Outcome(targets, found)
 
 
 def _score(
