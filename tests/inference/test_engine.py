@@ -294,6 +294,21 @@ def test_what_was_put_back_comes_before_what_waits():
     assert third.done
 
 
+@pytest.mark.parametrize("num_pages", range(6, 13))
+def test_rows_that_share_pages_slide_in_a_pool_of_any_size(num_pages):
+    """What a row gives up is not free while another holds it."""
+    engine = make_engine(num_pages=num_pages)
+    options = {"max_new_tokens": 20, "past_context": "slide", "sampling": GREEDY}
+    handles = [engine.submit(list(range(22)), **options) for _ in range(4)]
+    while not engine.is_idle:
+        engine.step()
+        check_pool(engine)
+    check_empty(engine)
+    expected = alone(model(), list(range(22)), seed=0, **options)[0]
+    for handle in handles:
+        assert [said(piece) for piece in handle] == expected
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_no_token_is_computed_after_the_last(lag):
     engine = make_engine(lag=lag)

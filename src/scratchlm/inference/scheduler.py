@@ -90,8 +90,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        request.start = window_start(len(request.row.ids), self.context)
-        request.base = request.length = len(request.row.ids) - request.start
+        self._open_window(request)
         self.waiting.append(request)
         self._steady = None
 
@@ -228,7 +227,9 @@ class Scheduler:
             self._catch_up()  # what starts again is read from the host; and some may have ended
             growing, sliding = self._growing()
         for request in sliding:
-            self._slide(request)
+            if request.slot >= 0:  # not put back by another
+                self._slide(request)
+        growing = [request for request in growing if request.slot >= 0]
         while len(growing) > self.pool.num_free:
             youngest = self.running[-1]
             self._put_back(youngest)
@@ -311,14 +312,24 @@ class Scheduler:
         self._place(request.slot, len(request.pages), pages)
         request.pages += pages
 
-    def _slide(self, request: Request) -> None:
-        """Forget the older half of a full context: the rest is read anew from position 0."""
-        self._give_up_pages(request)
+    def _open_window(self, request: Request) -> None:
+        """Let a request begin with what its context still sees, read as a prompt."""
         ids = request.row.ids
         request.start = window_start(len(ids), self.context)
         request.base = request.length = len(ids) - request.start
         request.keys = []
-        self._add_pages(request, self.pool.take(self.pages_for(request.length)))
+
+    def _slide(self, request: Request) -> None:
+        """Forget the older half of a full context: the rest is read anew from position 0."""
+        self._give_up_pages(request)
+        self._open_window(request)
+        need = self.pages_for(request.length)
+        while need > self.pool.num_free:  # others hold some of what it gave up
+            youngest = self.running[-1]
+            self._put_back(youngest)
+            if youngest is request:
+                return
+        self._add_pages(request, self.pool.take(need))
 
     def _put_back(self, request: Request) -> None:
         """Send the youngest back to the front of the queue."""
@@ -326,6 +337,8 @@ class Scheduler:
         self._leave(request)
         if request.targets is not None:
             request.targets = request.row.targets
+        if window_start(len(request.row.ids), self.context) != request.start:
+            self._open_window(request)  # it was about to slide
         request.length = len(request.row.ids) - request.start
         if not self.replay_by_token:
             request.base, request.keys = request.length, []
