@@ -55,6 +55,16 @@ def test_cached_in_chunks_equals_the_full_forward(config, ops, seq, data):
     torch.testing.assert_close(torch.cat(outputs, dim=1), model(tokens), **TIGHT)
 
 
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 1, 0), (1,)], ids=str)
+def test_cached_equals_the_full_forward_however_layers_were_arranged(order):
+    """Shared, exchanged, repeated, dropped: keys lie where the layer runs."""
+    model, tokens = build(PLAIN), ids(2, 9)
+    model.layers = torch.nn.ModuleList(model.layers[i] for i in order)
+    cache = model.new_cache(2)
+    parts = [model(part, cache=cache) for part in tokens.split([4, 1, 3, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), **TIGHT)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_token_by_token_equals_the_full_forward(family):
     model, tokens = build(FAMILIES[family]), ids(3, 12)

@@ -28,7 +28,7 @@ def new_cache(
     """Take the memory of a model's pages, where the model is."""
     weight = model.token_embeddings.weight
     return PagedCache(
-        model.config,
+        model.config_of_cache,
         num_pages,
         page_size,
         device=weight.device,
@@ -58,7 +58,7 @@ def num_pool_pages(
             size, scale = model.token_embeddings.weight.element_size(), 0
             if kv_dtype is not None:
                 size, scale = 1, SCALE
-            page += bytes_per_page(model.config, page_size, size, scale)
+            page += bytes_per_page(model.config_of_cache, page_size, size, scale)
         return pages_in(memory, page)
     assert num_pages is not None
     return num_pages

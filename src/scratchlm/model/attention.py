@@ -30,6 +30,11 @@ class ForwardContext:
     cache: KVCache | None = None
     routes: list[Routed] | None = None  # filled by mixtures of experts
     derived: dict[Any, Any] = field(default_factory=dict)  # what layers compute once for all
+    layer: int = 0  # where the cache keeps the keys and values of the layer that runs
+
+    def of_layer(self, layer: int) -> ForwardContext:
+        """Return it for one of the layers: what only a cache asks for."""
+        return self if self.cache is None else replace(self, layer=layer)
 
 
 class MultiHeadSelfAttention(nn.Module):
@@ -96,7 +101,7 @@ class MultiHeadSelfAttention(nn.Module):
         """Return softmax(Q Kᵀ / √d_head) V of all heads, side by side."""
         q, k, v = self.project(x, context)  # each (*batch, its heads, seq, d_head)
         if context.cache is not None:
-            k, v = context.cache.update(self.layer, k, v)
+            k, v = context.cache.update(context.layer, k, v)
         attn_out = self.ops.attention(q, k, v, self.mask(context))
         return attn_out.transpose(-3, -2).flatten(-2)
 

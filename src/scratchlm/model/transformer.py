@@ -65,10 +65,16 @@ class Transformer(nn.Module):
             if module is not self and callable(reset):
                 reset(generator)
 
+    @property
+    def config_of_cache(self) -> ModelConfig:
+        """The config, with as many layers as there are."""
+        return self.config.replace(num_layers=len(self.layers))
+
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
         """Make an empty cache that fits this model, its device and its dtype."""
         weight = self.token_embeddings.weight
-        return KVCache(self.config, batch_size, capacity, device=weight.device, dtype=weight.dtype)
+        config = self.config_of_cache
+        return KVCache(config, batch_size, capacity, device=weight.device, dtype=weight.dtype)
 
     def hidden(
         self,
@@ -91,8 +97,8 @@ class Transformer(nn.Module):
         placed = mask.positions(token_ids.shape[1]) if positions is None else positions
         x, placed = self._embed(token_ids, placed)
         context = self.make_context(mask, placed, cache, routes)
-        for layer in self.layers:
-            x = layer(x, context=context)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, context=context.of_layer(number))
         x = self.ln_final(x)
         if cache is not None:
             cache.advance()  # last: after an error the cache is as it was
