@@ -1,5 +1,6 @@
 """Which models runners take: by an explicit list, with the reason for all others."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -19,6 +20,16 @@ from scratchlm.accelerate.decoding import (
 )
 from scratchlm.accelerate.joined_weights import as_one_matrix, join_weights
 from scratchlm.inference import GREEDY, Engine, generate, stream
+from scratchlm.model import (
+    MLP,
+    Embedding,
+    LayerNorm,
+    Linear,
+    MoE,
+    MultiHeadSelfAttention,
+    RotaryEmbedding,
+    SwiGLU,
+)
 from scratchlm.ops import OPS
 from scratchlm.paged import PagedCache
 from tiny_models import FAMILIES, PLAIN, build, ids
@@ -227,3 +238,96 @@ def test_a_bias_on_one_projection_and_two_epsilons_fall_back_to_the_model():
         steps = {"max_new_tokens": 8, "seed": 0}
         fast, slow = (generate(model, [[1, 2, 3]], use_cache=c, **steps) for c in (True, False))
         assert fast[0].token_ids == slow[0].token_ids
+
+
+# Modules of ours that are not those of the config
+
+
+def other(kind, *sizes, **options):
+    torch.manual_seed(1)
+    return kind(*sizes, **options)
+
+
+def with_setting(module, name, value):
+    setattr(module, name, value)
+
+
+def method_patched(module, name):
+    method = getattr(module, name)
+    setattr(module, name, lambda *given, **named: method(*given, **named) * 1.5)
+
+
+def layers_of(model, *layers):
+    model.layers = torch.nn.ModuleList(layers)
+
+
+QK_NORMS = ("q_norm", "k_norm")
+OF_OURS = {  # what happens to a model of two layers
+    "a norm of no kind": lambda m, a, b: setattr(b, "ln2", torch.nn.Identity()),
+    "no last norm": lambda m, a, b: setattr(m, "ln_final", torch.nn.Identity()),
+    "another norm": lambda m, a, b: setattr(a, "ln1", LayerNorm(16)),
+    "another kind of FFN": lambda m, a, b: setattr(a, "ffn", other(MLP, 16, 40, "relu")),
+    "a narrower FFN": lambda m, a, b: setattr(a, "ffn", other(SwiGLU, 16, 8)),
+    "experts in one layer": lambda m, a, b: setattr(b, "ffn", other(MoE, 16, 8, 4, 2)),
+    "more heads": lambda m, a, b: setattr(
+        b, "attn", other(MultiHeadSelfAttention, 16, 8, 4, 4, rope=m.rope, layer=1)
+    ),
+    "norms of heads": lambda m, a, b: [setattr(b.attn, n, LayerNorm(4)) for n in QK_NORMS],
+    "no RoPE in one layer": lambda m, a, b: setattr(b.attn, "rope", None),
+    "another RoPE": lambda m, a, b: setattr(b.attn, "rope", RotaryEmbedding(7.0, 4, 24)),
+    "another setting": lambda m, a, b: with_setting(b, "post_norm", True),
+    "a layer less": lambda m, a, b: layers_of(m, a),
+    "a layer twice": lambda m, a, b: layers_of(m, a, a),
+    "layers exchanged": lambda m, a, b: layers_of(m, b, a),
+    "a layer more": lambda m, a, b: layers_of(m, a, b, copy.deepcopy(a)),
+    "a larger vocabulary": lambda m, a, b: setattr(m, "token_embeddings", other(Embedding, 40, 16)),
+    "a method patched": lambda m, a, b: method_patched(b.attn, "attend"),
+    "another window": lambda m, a, b: with_setting(b.attn, "sliding_window", 2),
+    "another epsilon": lambda m, a, b: with_setting(a.ln1, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "while an engine runs"])
+@pytest.mark.parametrize("what", OF_OURS)
+def test_a_layer_of_ours_that_the_config_does_not_name_runs_as_it_is(what, when):
+    """The runner would read it by the config's sizes: past its end, or by another formula."""
+    models = [build(PLAIN, dtype=torch.float32) for _ in range(2)]
+    running = Engine(models[0], num_pages=8)
+    for model in models:
+        OF_OURS[what](model, *model.layers)
+    model, untouched = models[0], build(PLAIN, dtype=torch.float32)
+    prompt, told = [1, 2, 3], {"max_new_tokens": 5, "sampling": GREEDY, "eos_ids": ()}
+    if when == "before" or len(model.layers) > PLAIN.num_layers:  # the running one has no room
+        running = Engine(model, num_pages=8)
+    found = running.submit(prompt, num_logprobs=0, **told).result()
+    ids = torch.tensor([prompt + found.token_ids])
+    with torch.no_grad():
+        logits, before = (m(ids)[0, 2:-1] for m in (models[1], untouched))
+    assert not torch.allclose(logits, before, atol=1e-3)
+    assert found.token_ids == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).amax(-1).tolist()
+    assert [one.logprob for one in found.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_router_with_a_bias_and_changed_settings_of_experts_are_not_taken():
+    for change in (
+        lambda ffn: setattr(ffn, "router", other(Linear, 16, 4, True)),
+        lambda ffn: with_setting(ffn, "experts_per_token", 1),
+        lambda ffn: with_setting(ffn, "renormalize", False),
+    ):
+        model = build(FAMILIES["mixtral"], dtype=torch.float32)
+        assert why_not_cpu(model) is None
+        change(model.layers[1].ffn)
+        assert why_not_cpu(model) is not None
+
+
+def test_a_class_that_is_patched_is_called(monkeypatch):
+    model = build(PLAIN, dtype=torch.float32)
+    before, runner = logprobs(model), Engine(model, num_pages=1).runner
+    assert runner.unchanged
+    forward = SwiGLU.forward
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: forward(self, x) * 2)
+    assert not runner.unchanged
+    assert why_not_cpu(model) == "a class SwiGLU that is patched"
+    assert logprobs(model) == pytest.approx(logprobs(model, accelerate=False), abs=1e-5)
+    assert logprobs(model) != pytest.approx(before, abs=1e-3)

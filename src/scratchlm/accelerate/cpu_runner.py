@@ -157,7 +157,7 @@ class CPURunner:
         return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def _addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._held))
+        return [*map(Tensor.data_ptr, self._held), *map(Tensor.numel, self._held)]
 
     def _bind(self) -> None:
         """Write down where everything lies."""

@@ -1,14 +1,16 @@
 """Which models the runners take, and when they must step aside.
 
 A runner reads a step of many requests (`scratchlm/paged.py`) without calling a module. It takes a
-model by an explicit list of what it handles: a field of the config that is not on the list, or a
-module that is not plain (`table.py`), is refused by name, and the model itself reads the step.
+model by an explicit list of what it handles: a field of the config that is not on the list, a
+module that is not plain (`table.py`) or not the one that the config names, is refused by name, and
+the model itself reads the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import chain, repeat
 from typing import Any
@@ -17,13 +19,25 @@ import torch
 from torch import nn
 
 from scratchlm import config as kinds
-from scratchlm.accelerate.table import has_fast_ops, has_global_hooks, is_plain
+from scratchlm.accelerate.table import (
+    has_fast_ops,
+    has_global_hooks,
+    is_class_patched,
+    is_patched,
+    is_plain,
+    methods,
+)
 from scratchlm.config import ModelConfig
-from scratchlm.model import TransformerLM
+from scratchlm.model import Embedding, ExpertLinear, Linear, TransformerLM
 from scratchlm.model.layers import PositionTables
 from scratchlm.ops import OP_NAMES, native
 from scratchlm.paged import PagedCache, Runner
-from scratchlm.quantization.layers import QuantizedLayer
+from scratchlm.quantization.layers import (
+    QuantizedEmbedding,
+    QuantizedExpertLinear,
+    QuantizedLayer,
+    QuantizedLinear,
+)
 from scratchlm.quantization.layouts import PANELS, PLANES
 
 # Fields of a config and of its parts that both runners handle, by the part they belong to.
@@ -49,6 +63,17 @@ EXPERTS: dict[type, set[str]] = {
     kinds.MoE: {"num_experts", "experts_per_token", "renormalize", "load_balance_weight"},
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What runners take from the config, and the model from its modules:
+SETTINGS = (
+    *("activation", "experts_per_token", "renormalize", "post_norm"),
+    *("num_heads", "num_kv_heads", "d_head"),
+)
+OF_MODULES = ("eps", "sliding_window", "layer", "layout")  # what both take from modules
+QUANTIZED = {
+    QuantizedLinear: Linear,
+    QuantizedEmbedding: Embedding,
+    QuantizedExpertLinear: ExpertLinear,
+}
 
 
 def why_not_config(config: ModelConfig, handled: Mapping[type, set[str]] = HANDLED) -> str | None:
@@ -71,14 +96,22 @@ def why_not_model(model: TransformerLM, handled: Mapping[type, set[str]] = HANDL
         return reason
     if has_global_hooks():
         return "global hooks"
+    for cls in set(map(type, model.modules())):
+        if is_class_patched(cls):
+            return f"a class {cls.__name__} that is patched"
     for name, module in model.named_modules():
-        if type(module) is not nn.ModuleList and not is_plain(module):
+        if type(module) is nn.ModuleList:
+            continue
+        if not is_plain(module) or is_patched(module):
             return f"{name or 'a model'} that is hooked, replaced, patched or parametrised"
         if not has_fast_ops(module, OP_NAMES):
             return f"user-provided ops in {name or 'the model'}"
         is_table = isinstance(module, PositionTables)
         if is_table and len(next(module.buffers())) < model.config.context_length:
             return "a context longer than its tables of positions"
+    reason = why_not_as_configured(model)
+    if reason is not None:
+        return reason
     for layer in model.layers:
         attn: Any = layer.attn
         biased = {proj.bias is not None for proj in (attn.q_proj, attn.k_proj, attn.v_proj)}
@@ -93,6 +126,65 @@ def why_not_model(model: TransformerLM, handled: Mapping[type, set[str]] = HANDL
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return "weights that are not all bfloat16, all float16 or all float32"
     return None
+
+
+def why_not_as_configured(model: TransformerLM) -> str | None:
+    """Return which module is of another kind, size or setting than the config says, or None."""
+    config, layers = model.config, model.layers
+    if len(layers) != config.num_layers:
+        return f"{len(layers)} layers, where the config has {config.num_layers}"
+    roles: list[str] = []
+    expected = _as_configured(config)
+    for name, role, module in _modules_by_role(model):
+        if expected.get(role) != _facts(module, role):
+            return f"{name} that is not as the config says"
+        roles.append(role)
+    if len(roles) != sum(config.num_layers if "layers" in role else 1 for role in expected):
+        return "a module that is missing"
+    for i, layer in enumerate(layers):
+        attn: Any = layer.attn
+        if attn.layer != i or attn.rope is not model.rope:
+            return "layers that are shared or moved, or have RoPE tables of their own"
+        if getattr(getattr(layer.ffn, "router", None), "bias", None) is not None:
+            return "a router with a bias"
+    return None
+
+
+@lru_cache(maxsize=16)
+def _as_configured(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the facts of every module of a model of one layer, by role."""
+    model = TransformerLM(config.replace(num_layers=1), device="meta")
+    return {role: _facts(module, role) for _, role, module in _modules_by_role(model)}
+
+
+def _modules_by_role(model: TransformerLM) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield every module with its name, and the name it has in the first layer."""
+    for name, module in model.named_children():
+        if name != "layers":
+            yield name, name, module
+    for i, layer in enumerate(model.layers):
+        for name, module in layer.named_modules():
+            yield f"layers.{i}.{name}", f"layers.0.{name}", module
+
+
+def _facts(module: Any, role: str) -> tuple[Any, ...]:
+    """Return of a module what its config decides: class, shapes, settings."""
+    kind: Any = None
+    if role != "lm_head":  # which is tied or not
+        kind = _kind(type(module))  # type: ignore[arg-type]
+    weight = module if isinstance(module, QuantizedLayer) else getattr(module, "weight", None)
+    shape = None if weight is None else weight.shape
+    bias = getattr(module, "bias", None)
+    fits = bias is None or (shape is not None and bias.shape == shape[:1])
+    tables = [t.shape for t in module.buffers()] if isinstance(module, PositionTables) else ()
+    return kind, shape, fits, *tables, *map(module.__dict__.get, SETTINGS)
+
+
+@cache
+def _kind(cls: type[nn.Module]) -> type:
+    """Return the class of `model/` that a class is, or stands for."""
+    bases = (QUANTIZED.get(base, base) for base in cls.__mro__)
+    return next(b for b in bases if b.__module__.startswith(("scratchlm.model", "torch.nn")))
 
 
 def why_not_layout(model: TransformerLM, layout: str) -> str | None:
@@ -177,11 +269,29 @@ class Unchanged:
         self._classes = [type(m) for m in modules]
         self._attributes = [m.__dict__ for m in modules]
         self._ops = self._op_sets()
+        self._num_attributes = list(map(len, self._attributes))
+        named = [(d, n) for d in self._attributes for n in (*SETTINGS, *OF_MODULES) if n in d]
+        self._owners, self._names = [d for d, _ in named], [n for _, n in named]
+        self._settings = self._setting_values()
+        kinds_of: list[Any] = list(set(self._classes))
+        written = [(cls, name) for cls in kinds_of for name in methods(cls)]
+        self._defining, self._method_names = [c for c, _ in written], [n for _, n in written]
+        self._methods = self._class_methods()
         self._children = [m._modules for m in modules if m._modules]
         self._found = self._submodules()
 
     def _op_sets(self) -> list[object]:
         return list(map(dict.get, self._attributes, repeat("ops")))
+
+    def _setting_values(self) -> list[object]:
+        return list(map(dict.get, self._owners, self._names))
+
+    def _class_methods(self) -> list[object]:
+        return list(map(getattr, self._defining, self._method_names))
+
+    def _is_patched(self) -> bool:
+        sizes = list(map(len, self._attributes))
+        return sizes != self._num_attributes and any(map(is_patched, self._modules))
 
     def _submodules(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))
@@ -190,7 +300,9 @@ class Unchanged:
         return (
             not any(self._hooks)
             and self._submodules() == self._found
-            and not any(map(dict.__contains__, self._attributes, repeat("forward")))
+            and not self._is_patched()
+            and self._setting_values() == self._settings
+            and self._class_methods() == self._methods
             and list(map(type, self._modules)) == self._classes
             and self._op_sets() == self._ops
             and not has_global_hooks()

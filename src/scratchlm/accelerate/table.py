@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -143,6 +145,29 @@ def _is_unobserved(module: nn.Module) -> bool:
         and not module._backward_pre_hooks
         and "forward" not in module.__dict__
     )
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module has a method of its own, in the place of its class's."""
+    names = methods(type(module))  # type: ignore[arg-type]
+    return not module.__dict__.keys().isdisjoint(names)
+
+
+def is_class_patched(cls: type[nn.Module]) -> bool:
+    """Whether a method of a class of ours was written elsewhere."""
+    return any(
+        method.__module__.partition(".")[0] != base.__module__.partition(".")[0]
+        for base in cls.__mro__[: cls.__mro__.index(nn.Module)]
+        for method in vars(base).values()
+        if isinstance(method, FunctionType)
+    )
+
+
+@cache
+def methods(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the methods of a class that are not every module's."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return frozenset(n for base in bases for n, value in vars(base).items() if callable(value))
 
 
 def has_fast_ops(module: nn.Module, names: tuple[str, ...]) -> bool:
