@@ -1,5 +1,6 @@
 """The engine: every answer is the request's alone, whatever else happens, and no page is lost."""
 
+import copy
 import math
 import random
 import resource
@@ -253,6 +254,24 @@ def test_a_salt_keeps_callers_apart_and_forgetting_keeps_times_apart():
     assert engine.scheduler.num_found == 16
 
 
+def test_what_is_being_computed_is_forgotten_too():
+    """Its last pages were written by the new weights from keys of the old ones."""
+    changing = copy.deepcopy(model())
+    options = {"max_new_tokens": 4, "sampling": GREEDY, "num_logprobs": 0}
+    engine = Engine(changing, num_pages=12, page_size=4, max_rows=1, max_tokens_per_step=8)
+    first = engine.submit(list(range(18)), **options)
+    engine.step()
+    with torch.no_grad():
+        changing.layers[0].attn.v_proj.weight.mul_(3)
+    engine.forget_prefixes()
+    first.result()
+    found = [engine.submit(list(range(18)), **options).result().logprobs for _ in range(2)]
+    assert engine.scheduler.num_found == 16
+    fresh = Engine(changing, num_pages=12, page_size=4).submit(list(range(18)), **options)
+    assert found == [fresh.result().logprobs] * 2
+    check_empty(engine)
+
+
 def test_any_string_is_a_salt():
     engine = make_engine()
     handle = engine.submit(list(range(9)), max_new_tokens=1, seed=0, salt="\ud800")
@@ -490,6 +509,27 @@ def test_a_step_that_fails_ends_its_requests_and_leaves_the_pool():
     check_empty(engine)
     engine.submit([1] * 9, max_new_tokens=3, seed=1).result()
     assert engine.scheduler.num_found == 0  # what the failed step was to write is not there
+
+
+def test_an_interrupted_step_ends_its_requests_and_reaches_the_caller():
+    engine = make_engine(max_rows=1)
+    first, second = (engine.submit([i] * 3, max_new_tokens=9, seed=i) for i in (1, 2))
+    for _ in range(3):
+        engine.step()
+    run = engine.runner.run
+
+    def interrupt(*given):
+        engine.runner.run = run
+        raise KeyboardInterrupt
+
+    engine.runner.run = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.run()
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    assert [said(p) for p in second] == alone(model(), [2] * 3, max_new_tokens=9, seed=2)[0]
+    check_empty(engine)
 
 
 # From threads

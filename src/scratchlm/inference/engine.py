@@ -144,6 +144,7 @@ class Engine:
         self._chooser = TokenChooser(self.last, model.config.vocab_size)
         self._arrived: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
+        self._forgets = False
         self._stepping = threading.Lock()
         self._news = threading.Condition()
 
@@ -238,6 +239,9 @@ class Engine:
 
     def _cancel(self, handle: Handle) -> None:
         self._cancelled.append(handle)
+        self._take_in_between_steps()
+
+    def _take_in_between_steps(self) -> None:
         if self._stepping.acquire(blocking=False):  # nobody is in the middle of a step
             try:
                 self._take_in()
@@ -293,9 +297,11 @@ class Engine:
             found = True
             try:
                 outcomes = self._launch(plan, runner)
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too, leaves the step half done
                 for request in plan.requests:
                     self._fail(request, error)
+                if not isinstance(error, Exception):
+                    raise
             else:
                 self.scheduler.launched(plan)
                 if outcomes:
@@ -377,6 +383,9 @@ class Engine:
 
     def _take_in(self) -> None:
         """Take in what other threads have asked for."""
+        if self._forgets:
+            self._forgets = False
+            self.scheduler.forget_prefixes()
         while self._arrived:
             handle = self._arrived.popleft()
             self._handles[handle._request] = handle
@@ -398,8 +407,9 @@ class Engine:
         self._tables[slot, at : at + len(pages)] = pages
 
     def forget_prefixes(self) -> None:
-        """Let no request use pages computed before now: call it when the weights have changed."""
-        self.pool.forget_all()
+        """Let no request use pages computed before now: call it when the model has changed."""
+        self._forgets = True
+        self._take_in_between_steps()
 
 
 def _costly_keys(model: TransformerLM) -> int:

@@ -102,6 +102,13 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
+    def forget_prefixes(self) -> None:
+        """Let no page be found that was, or is being, computed so far."""
+        self.pool.forget_all()
+        self._computing.clear()
+        for request in self.running:
+            request.num_registered = len(request.keys)  # the rest builds on what is forgotten
+
     # A step
 
     def schedule(self, proposes: bool = False) -> Plan | None:
