@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from scratchlm.cli import main
 from scratchlm.cli.errors import is_for_the_user, one_line
-from scratchlm.cli.interrupts import interrupts_outside_locks
+from scratchlm.cli.interrupts import interrupts_between_steps
 from scratchlm.config import PRESETS
 from scratchlm.errors import ScratchLMError
 
@@ -329,7 +329,7 @@ def interrupt_soon():
 def test_ctrl_c_never_leaves_a_lock_held():
     # with Python's own handler a third of these do
     condition, interrupted = threading.Condition(), 0
-    with interrupts_outside_locks():
+    with interrupts_between_steps():
         for _ in range(30):
             sender = threading.Thread(target=interrupt_soon)
             try:
@@ -343,3 +343,29 @@ def test_ctrl_c_never_leaves_a_lock_held():
             assert not condition._is_owned()
     assert interrupted == 30
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_never_cuts_an_import_short(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(99): len('')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with interrupts_between_steps(), pytest.raises(KeyboardInterrupt):
+        import slow_to_import  # noqa: F401
+
+        time.sleep(10)
+    assert "slow_to_import" in sys.modules
+
+
+@pytest.mark.parametrize("where", ["import scratchlm.cli", "atexit"])
+def test_ctrl_c_shows_no_traceback_while_python_starts_or_ends(where, tmp_path):
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    if where == "atexit":
+        code = f"import atexit\n@atexit.register\ndef ends():\n    {interrupt}\n"
+    else:  # the first module that the command line imports
+        (tmp_path / "typer.py").write_text(interrupt)
+        code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "from scratchlm.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code, "presets"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert bool(done.stdout) == (where == "atexit")

@@ -141,5 +141,6 @@ def test_interrupted_training_leaves_nothing(tmp_path):
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate()
     assert running.returncode == 130
+    assert stderr.splitlines()[-1] == b"stopped"
     assert b"Traceback" not in stderr
     assert not out.exists()

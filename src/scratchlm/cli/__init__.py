@@ -38,7 +38,7 @@ from scratchlm.cli import (
 )
 from scratchlm.cli.errors import fold, is_for_the_user, one_line
 from scratchlm.cli.help import App
-from scratchlm.cli.interrupts import interrupts_outside_locks
+from scratchlm.cli.interrupts import interrupts_between_steps
 from scratchlm.cli.terminal import forget_output, open_standard_streams, say
 
 app = App(
@@ -105,13 +105,15 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         open_standard_streams()
-        with interrupts_outside_locks():
+        with interrupts_between_steps():
             status = app(prog_name="scratchlm", standalone_mode=False)
         sys.stdout.flush()
     except _UsageError as error:
         _explain(error)
         raise SystemExit(2) from None
     except (KeyboardInterrupt, typer.Abort):
+        if not launched_rank():  # of several ranks the first one speaks
+            say("\nstopped" if sys.stderr.isatty() else "stopped", err=True)  # after the ^C
         raise SystemExit(130) from None
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):

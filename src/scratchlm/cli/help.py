@@ -185,6 +185,13 @@ class HelpCommand(TyperCommand):
         """Write usage, description, arguments, options in groups, examples."""
         formatter.write("\n".join(_command_help(self, ctx)) + "\n")
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; `main` says that Ctrl-C stopped it, where Typer would say nothing."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort() from None
+
 
 class HelpGroup(TyperGroup):
     """A group of commands, in groups."""

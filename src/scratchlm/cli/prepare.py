@@ -98,7 +98,7 @@ def prepare(
             )
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here", err=True)
-        raise
+        raise typer.Exit(130) from None
     _print(prepared)
 
 
