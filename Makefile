@@ -101,7 +101,8 @@ docs: $(STAMP)
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_tree.py
 	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --editable ".[docs]"
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'site/index.html; with search: python3 -m http.server -d site'
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
