@@ -33,7 +33,7 @@ def attention_section(run: Path) -> Section | None:
     command = escape_command(f"scratchlm next {run} --prompt TEXT --attention LAYER.HEAD")
     body = (
         picture_html("attention", wide, narrow)
-        + "<p>A row is a token, a column what it looks at; the more it does, the bluer. "
+        + "<p>A row is a token, a column what it looks at; the more it does, the stronger. "
         f"<code>{command}</code> shows one head. The tokens: {shown}</p>"
     )
     return Section("Where the heads look", body)

@@ -345,7 +345,7 @@ _PAGE = """<!doctype html>
 @media (prefers-color-scheme: dark) {{
   :root {{ --text: #e5e7eb; --page: #0b0f19; --card: #151b28; --line: #2b3444; --faint: #1f2737;
     --grey: #9ca3af; --mark: #92400e; }}
-  img {{ filter: invert(.92) hue-rotate(180deg); border-radius: 6px; }}
+  img {{ filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }}
 }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
   margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; overflow-wrap: anywhere; }}
