@@ -57,6 +57,8 @@ def test_plain_lines_are_rate_limited_and_evaluations_are_not():
     assert "step 199: held-out 1.5000  perplexity 4.48  2.1000 bits/byte  best so far" in lines
     assert "step 199: the held-out loss is not finite" in lines
     assert lines[-1] == "  | [red]one two"  # what a model writes is not markup
+    training.sampled({"step": 199, "samples": ["seven77 " * 20]})
+    assert file.getvalue().splitlines()[-1] == "  | " + ("seven77 " * 12).rstrip()  # whole words
 
 
 def test_an_evaluation_is_one_line_of_80_columns():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from scratchlm.accounting import Account, Machine, Plan, Projection, Setup
 from scratchlm.accounting.collectives import NOT_COUNTED
 from scratchlm.accounting.items import Item
 from scratchlm.accounting.projection import APART, plan_name
-from scratchlm.cli.account_tables import WIDE, human, make_table
+from scratchlm.cli.account_tables import WIDE, human, make_table, print_notes
 
 _PROJECTED = "a projection, not a measurement"
 
@@ -34,14 +33,7 @@ def print_projection(console: Console, result: Account, asked: str) -> None:
         notes.append(f"{_rate(group, found) / 1e9:,.4g} GB/s {group.name} (--link)")
     if asked == "none" and result.setup.parallel == "zero1":
         notes.append("zero1 is what several GPUs do unless --parallel says otherwise")
-    _print_notes(console, [*notes, f"not counted: {', '.join(NOT_COUNTED)}"])
-
-
-def _print_notes(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        for line in textwrap.wrap(note, console.width - 2, subsequent_indent="  "):
-            console.print(Text(f"  {line}", style="dim"))
-    console.print()
+    print_notes(console, [*notes, f"not counted: {', '.join(NOT_COUNTED)}"])
 
 
 def _rate(group: Item, found: Projection) -> float:
@@ -73,7 +65,7 @@ def _print_collectives(console: Console, found: Projection, setup: Setup) -> Non
             table.add_row(*line, *_figures(human(made.bytes, "bytes"), item, rate))
     console.print(table)
     ring = "sent: (R − 1) / R of the payload, of an all-reduce twice that"
-    _print_notes(console, [f"{ring}; R: the ranks of the ring"])
+    print_notes(console, [f"{ring}; R: the ranks of the ring"])
 
 
 def _line(name: str, symbols: str, numbers: str, wide: bool) -> list[str]:
@@ -102,7 +94,7 @@ def _print_step(console: Console, found: Projection) -> None:
         row = _line(f"tokens/s, {item.name}", item.symbols, item.numbers, wide)
         table.add_row(*row, f"{item.value:,.0f}", style="bold")
     console.print(table)
-    _print_notes(console, [f"{found.share:.1%} of it communication where nothing overlaps"])
+    print_notes(console, [f"{found.share:.1%} of it communication where nothing overlaps"])
 
 
 def print_plans(console: Console, found: Sequence[Plan], machine: Machine) -> None:
@@ -144,7 +136,7 @@ def print_plans(console: Console, found: Sequence[Plan], machine: Machine) -> No
         "tokens/s a GPU: from nothing overlaps to all that can; tokens/s: the latter, of all GPUs",
         f"{_PROJECTED}: each GPU is assumed to reach an MFU of {first.mfu:.2f} alone (--mfu)",
     ]
-    _print_notes(console, notes)
+    print_notes(console, notes)
 
 
 def projection_dict(found: Projection) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -206,8 +207,7 @@ def print_training_memory(console: Console, result: Account) -> None:
     print_tree(console, title, peak, "bytes", depth=4 if console.width >= WIDE else 3)
     moments = result.memory.moments
     listed = ", ".join(f"{name} {human(value, 'bytes')}" for name, value in moments.items())
-    console.print(Text(f"  moments: {listed}", style="dim"))
-    console.print()
+    print_notes(console, [f"moments: {listed}"])
 
 
 def print_serving_memory(console: Console, result: Account) -> None:
@@ -218,8 +218,7 @@ def print_serving_memory(console: Console, result: Account) -> None:
     per_token = human(result.memory.kv_cache_per_token, "bytes")
     per_page = human(result.memory.kv_cache_per_token * PAGE_SIZE, "bytes")
     sizes = f"{per_token} per token of a sequence, {per_page} per page of {PAGE_SIZE} tokens"
-    console.print(Text(f"  KV cache: {sizes}", style="dim"))
-    console.print()
+    print_notes(console, [f"KV cache: {sizes}"])
 
 
 def print_roofline(console: Console, line: Roofline) -> None:
@@ -250,7 +249,14 @@ def print_roofline(console: Console, line: Roofline) -> None:
     table.add_row("together", *blank, whole, "100.0%", "", style="bold")
     console.print(table)
     rate = f"{line.tokens / line.seconds:,.0f} tokens/s"
-    console.print(Text(f"  {rate}, MFU {line.mfu}: nothing real is faster", style="dim"))
+    print_notes(console, [f"{rate}, MFU {line.mfu}: nothing real is faster"])
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """Print notes beneath a table, each with what follows its first line indented."""
+    for note in notes:
+        for line in textwrap.wrap(note, console.width - 2, subsequent_indent="  "):
+            console.print(Text(f"  {line}", style="dim"))
     console.print()
 
 

@@ -114,7 +114,8 @@ class TrainingConsole(Watcher):
         """Print the first line of what the model wrote."""
         text = " ".join(record["samples"][0].split())
         room = max(20, self.console.width - 4) if self.live else 100
-        self.say(f"  | {text[:room]}")
+        cut = text[: room + 1].rpartition(" ")[0] if len(text) > room else text
+        self.say(f"  | {cut or text[:room]}")
 
     def saved(self, path: Path) -> None:
         """Print nothing."""
