@@ -308,7 +308,7 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
         (("--full", "--rank", "4"), "--rank is for LoRA"),
         (("--beta", "0.2"), "--beta needs --preference"),
         (("--preference", "x"), "preference must be one of dpo"),
-        (("--targets", "z_proj"), "no Linear is called 'z_proj'"),
+        (("--targets", "z_proj"), "--targets: no Linear is called 'z_proj'"),
         (("--rank", "0"), "--rank must be a whole number"),
         (("model.d_model=8",), "model. cannot be set"),
         (("train.row_length=20",), "line 1: .* tokens do not fit in rows of 20"),

@@ -172,12 +172,14 @@ def _expected(error: Any, message: str) -> str:
             pairs = itertools.pairwise(typed)
             got = [f"; got {value!r}" for name, value in pairs if name in error.param.opts]
             return option.strip("'") + " " + re.sub(pattern, words, says) + "".join(got[-1:])
+    message = re.sub(r"^(Missing argument) '(\w+)'", lambda of: f"{of[1]} {of[2].upper()}", message)
     return message.replace(": Value error, ", ": ")
 
 
 def _meant(error: Any, command: str) -> str:
     """Ask whether an option that there is was meant, where one is near; of settings, the key."""
-    options = [name for param in error.ctx.command.params for name in param.opts]
+    names = [name for param in error.ctx.command.params for name in param.opts]
+    options = [name for name in names if name.startswith("-")]  # not of arguments
     if near := get_close_matches(error.option_name, options, 1, 0.75):
         return f". Did you mean {near[0]}?"
     if command in ("scratchlm train", "scratchlm finetune"):

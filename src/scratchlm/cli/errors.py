@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from opcode import opmap
 
@@ -106,14 +106,27 @@ def in_words_of_the_command_line(text: str) -> str:
 @contextmanager
 def named_as_options(*names: str, **others: str) -> Iterator[None]:
     """Call what an error names first as the option is called: --new-tokens, not new_tokens."""
+    called = {**dict(zip(names, names, strict=True)), **others}
+    with _called({name: "--" + option.replace("_", "-") for name, option in called.items()}):
+        yield
+
+
+@contextmanager
+def named_as_keys(**sections: Iterable[str]) -> Iterator[None]:
+    """Call a field that an error names first as its key is called: train.lr, not lr."""
+    with _called({name: f"{section}.{name}" for section in sections for name in sections[section]}):
+        yield
+
+
+@contextmanager
+def _called(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError) as error:
-        name = str(error).partition(" ")[0]
-        if name not in (*names, *others) or not raised_on_purpose(error):
+    except (ScratchLMError, ValueError, TypeError) as error:
+        name = re.split(r"[ :]", str(error), maxsplit=1)[0]
+        if name not in names or not raised_on_purpose(error):
             raise
-        option = "--" + others.get(name, name).replace("_", "-")
-        raise type(error)(re.sub(rf"\b{name}(?= |=)", option, str(error))) from None
+        raise type(error)(re.sub(rf"\b{name}(?=[ =:])", names[name], str(error))) from None
 
 
 def fold(text: str) -> str:

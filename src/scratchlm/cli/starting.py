@@ -77,6 +77,8 @@ def _find(path: Path) -> tuple[Path, ModelConfig]:
     from scratchlm import checkpoint
     from scratchlm.interop import is_hf_directory, read_hf
 
+    if not path.exists():
+        raise ScratchLMError(f"{path}: no such run, checkpoint or Hugging Face directory")
     if checkpoint.is_checkpoint(path):
         return path, checkpoint.read_config(path)
     if is_hf_directory(path):

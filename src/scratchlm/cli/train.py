@@ -112,7 +112,8 @@ def train(
     words = data or []
     changes = [word for word in words if word.startswith(SECTIONS) and "=" in word]
     for word in words:
-        if "=" in word and word not in changes and not Path(word).exists():
+        is_change = "=" in word or word.startswith(SECTIONS)
+        if is_change and word not in changes and not Path(word).exists():
             raise ValueError(
                 f"{word}: no such file; a change to the config begins with "
                 f"{', '.join(SECTIONS[:-1])} or {SECTIONS[-1]}, as in train.lr=1e-3"

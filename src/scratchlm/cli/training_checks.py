@@ -31,14 +31,19 @@ Say = Callable[[str], None]
 ModelOf = Callable[[int, int], ModelConfig]  # of so many tokens and such a vocabulary
 
 
+def check_folder(out: Path) -> None:
+    """Refuse a file in the place of a run."""
+    if out.exists() and not out.is_dir():
+        raise ScratchLMError(f"{out} is a file; a run needs a folder")
+
+
 def check_place(out: Path, resume: bool) -> None:
     """Refuse a place that holds something other than a run to go on with."""
     if has_run(out) and not resume:
         raise ScratchLMError(
             f"{out} holds a run already: --resume goes on with it, another --out begins a new one"
         )
-    if out.exists() and not out.is_dir():
-        raise ScratchLMError(f"{out} is a file; a run needs a folder")
+    check_folder(out)
     if has_run(out) or not out.exists():
         return
     if is_checkpoint(out) or is_hf_directory(out):

@@ -86,9 +86,11 @@ def rank_settings(out: Path, asked: dict[str, Any]) -> TrainConfig:
 def _run(args: RunArgs, make_plan: MakePlan, make_figures: MakeFigures, ranks: Ranks | None) -> int:
     """Check what costs nothing to check, plan, train; return the exit status."""
     from scratchlm.cli import device
+    from scratchlm.cli.errors import named_as_keys
     from scratchlm.cli.training_checks import check_place, leaving_nothing, name_unused
     from scratchlm.cli.training_console import TensorBoard
-    from scratchlm.training import has_run
+    from scratchlm.config import ModelConfig
+    from scratchlm.training import TrainConfig, has_run
     from scratchlm.training.checks import check_overrides
 
     if args.tensorboard:
@@ -100,7 +102,10 @@ def _run(args: RunArgs, make_plan: MakePlan, make_figures: MakeFigures, ranks: R
         given = args.typed if has_run(args.out) else args.settings
         check_overrides(given, where.type, ranks)
         machine = device.look_at_machine(where)
-        plan = make_plan(machine)
+        with named_as_keys(
+            train=TrainConfig.__dataclass_fields__, model=ModelConfig.__dataclass_fields__
+        ):
+            plan = make_plan(machine)
         name_unused(args.typed, plan, ranks, say_progress)
         return machine, plan
 

@@ -39,7 +39,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, Record]]:
         elif source.kind == "jsonl" and not source.gzipped:
             yield from _json_lines(source)
         else:
-            raise ScratchLMError(f"{source.name}: fine-tuning reads .jsonl or .parquet files")
+            raise ScratchLMError(f"{source.name}: records are read from .jsonl or .parquet files")
 
 
 def _json_lines(source: Source) -> Iterator[tuple[str, Record]]:

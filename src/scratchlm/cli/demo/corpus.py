@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from scratchlm.checkpoint import find_checkpoints, step_of
 from scratchlm.cli.demo import SENTENCES, STEPS
+from scratchlm.cli.training_checks import check_folder
 from scratchlm.config import preset
 from scratchlm.data import TokenFile, prepare
 from scratchlm.data.stories import END, Entropy, StorySource, to_text, to_words
@@ -90,6 +91,7 @@ class World:
 
 def make_world(args: DemoArgs, say: Say) -> World:
     """Write corpus, tokenizer and token files, or reuse those of an unfinished demo."""
+    check_folder(args.out)
     begun = has_run(args.out)
     if begun:
         plan = _resumed_plan(args)
