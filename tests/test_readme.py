@@ -75,6 +75,21 @@ def test_make_targets_that_are_named_exist():
             assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
 
 
+def test_the_workflow_tests_what_people_have_by_targets_there_are():
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    job = yaml.safe_load(text)["jobs"]["test"]
+    matrix = job["strategy"]["matrix"]
+    assert {name.partition("-")[0] for name in matrix["os"]} == {"ubuntu", "macos"}
+    assert matrix["python"] == ["3.11", "3.12", "3.13"]  # texts: 3.10 as a number is 3.1
+    run = "\n".join(step.get("run", "") for step in job["steps"])
+    targets = re.findall(r"(?m)^make ([a-z-]+)", run)
+    assert targets == re.findall(r"(?m)^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text())
+    assert all(re.search(rf"(?m)^{name}:", (ROOT / "Makefile").read_text()) for name in targets)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert re.search(r'"(torch.*)"', run)[1] in project["dependencies"]
+
+
 COMMANDS = sorted(
     {
         line.partition("  #")[0].strip()
