@@ -15,6 +15,7 @@ namespace {
 constexpr int ACROSS = 4;                  // rows of w in a tile
 constexpr int DOWN = LANES == 16 ? 6 : 3;  // rows of x in it: as many as registers allow
 constexpr int WIDE = LANES;                // rows of w where there are few of x
+constexpr int WIDE_16 = LANES < 8 ? LANES : 8;  // the same of 16 bits: shorter streams from memory
 constexpr long DEPTH = 1024;  // of k at a time
 
 // Loaded once: GCC would read it again with every product, and reads are what limits a tile.
@@ -151,10 +152,11 @@ template <bool ADD, class Number>
 inline void dot_block(const float* x, long x_stride, long rows, const Number* w, long w_stride,
                       long columns, long count, float* to, long stride) {
     long n = 0;
+    constexpr int C = sizeof(Number) == 2 ? WIDE_16 : WIDE;
     if (rows < ACROSS)
-        for (; n + WIDE <= columns; n += WIDE)
-            dot_columns<1, WIDE, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
-                                      stride);
+        for (; n + C <= columns; n += C)
+            dot_columns<1, C, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
+                                   stride);
     for (; n + ACROSS <= columns; n += ACROSS)
         dot_columns<DOWN, ACROSS, ADD>(x, x_stride, rows, w + n * w_stride, w_stride, count, to + n,
                                        stride);

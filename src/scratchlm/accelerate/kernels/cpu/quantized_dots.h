@@ -16,6 +16,7 @@ namespace {
 
 constexpr long PANEL_ROWS = 16;
 constexpr long AT_ONCE = 256;  // numbers of a row of a matrix
+constexpr long AHEAD = 4096;   // bytes: of memory that is fetched before it is needed
 constexpr int DOWN_ROWS = 4;   // of x: as many as registers allow
 constexpr long FEW_ROWS = DOWN_ROWS;
 
@@ -249,12 +250,12 @@ void multiply_panel(const uint8_t* bytes, const Rounded& x, long first, long row
     for (long k = 0; k < x.depth; k += AT_ONCE) {
         long numbers = std::min(AT_ONCE, x.depth - k), groups = numbers / GROUP;
         Packed<FORMAT> w{bytes};
-        bytes += panel_bytes(FORMAT, numbers);
+        long size = panel_bytes(FORMAT, numbers);
+        for (long at = 0; at < size; at += 64) __builtin_prefetch(bytes + size + AHEAD + at);
+        bytes += size;
         if (FORMAT == Q8_0 || rows <= FEW_ROWS) {
             tiles16<FORMAT, DOWN_ROWS>(w, x, first, rows, k, groups, to, stride);
         } else {
-            for (long at = 0; at < panel_bytes(FORMAT, numbers); at += 64)
-                __builtin_prefetch(bytes + at);
             Unpacked<FORMAT> unpacked(w, groups);
             tiles16<FORMAT, DOWN_ROWS>(unpacked, x, first, rows, k, groups, to, stride);
         }

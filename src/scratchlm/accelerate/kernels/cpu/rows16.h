@@ -158,9 +158,18 @@ inline Bytes right(Bytes x, int by) { return (Bytes)((BytePairs)x >> by); }
 
 template <int OFFSET, int COUNT>
 inline Parts begin(const int16_t* sums) {
+    if (OFFSET == 0) return Parts{};
+#if defined(__AVX512BW__)
+    __m512i by = _mm512_set1_epi16(-OFFSET), x = _mm512_set1_epi32(number_at<int32_t>(sums));
+    __m512i found = _mm512_madd_epi16(x, by);
+    if (COUNT == 1) return (Parts)found;
+    x = _mm512_set1_epi32(number_at<int32_t>(sums + 2));
+    return (Parts)_mm512_add_epi32(found, _mm512_madd_epi16(x, by));
+#else
     int32_t sum = 0;
     for (int i = 0; i < 2 * COUNT; ++i) sum += sums[i];
     return Parts{} - OFFSET * sum;
+#endif
 }
 inline Parts add_four(Parts to, Bytes w, const int8_t* x) {
 #if defined(__AVX512VNNI__)
