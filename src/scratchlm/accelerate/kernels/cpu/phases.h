@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "cpu_threads.h"
@@ -38,26 +39,58 @@ struct Progress {
 class Phases {
     static constexpr int SPINS = 2000;  // some tens of microseconds
     Progress* progress;
-    bool alone;
+    long threads;
 
   public:
-    Phases(Progress* progress, bool alone) : progress(progress), alone(alone) {}
+    Phases(Progress* progress, int threads) : progress(progress), threads(threads) {}
 
     // `units` must not depend on anything a phase writes: a late thread may ask when it is written
     // anew, and would then wait for units that there never were.
     template <class Work>
     void run(long units, Work work) {
-        if (alone) {
+        run(units, work, [] {});
+    }
+
+    // `then`: what comes once, after all units, before anybody goes on. Whoever ends last does it.
+    template <class Work, class Then>
+    void run(long units, Work work, Then then) {
+        if (threads == 1) {
             for (long unit = 0; unit < units; ++unit) work(unit);
-            return;
+            return then();
         }
         Progress& here = *progress++;
-        for (long unit; (unit = here.next.fetch_add(1, std::memory_order_relaxed)) < units;) {
-            work(unit);
-            here.done.fetch_add(1, std::memory_order_release);
+        long mine = 0;
+        for (Share own; (own = share(units, take(here.next))).count > 0; mine += own.count)
+            for (long i = 0; i < own.count; ++i) work(own.first + i);
+        if (mine > 0 && here.done.fetch_add(mine, std::memory_order_acq_rel) + mine == units) {
+            then();
+            here.done.store(units + 1, std::memory_order_release);
         }
-        for (int spins = 0; here.done.load(std::memory_order_acquire) < units; ++spins)
+        long end = units > 0 ? units + 1 : 0;
+        for (int spins = 0; here.done.load(std::memory_order_acquire) < end; ++spins)
             spins < SPINS ? pause_briefly() : let_others_run();
+    }
+
+  private:
+    struct Share {
+        long first, count;
+    };
+    static long take(std::atomic<long>& ticket) {
+        return ticket.fetch_add(1, std::memory_order_relaxed);
+    }
+    // Units of a ticket: three quarters in equal parts, of what is left three quarters, and so on.
+    // Every take costs what cores need to agree; the last shares are small, so that all end at once.
+    Share share(long units, long ticket) const {
+        for (long first = 0, left = units; left > 0; ticket -= threads) {
+            long count = (3 * left + 4 * threads - 1) / (4 * threads);
+            if (ticket < threads) {
+                long before = std::min(left, ticket * count);
+                return {first + before, std::min(count, left - before)};
+            }
+            first += threads * count;
+            left -= threads * count;
+        }
+        return {units, 0};
     }
 };
 

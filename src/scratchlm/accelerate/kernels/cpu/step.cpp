@@ -157,7 +157,7 @@ class Forward {
             mine.outputs = mine.queries + QUERIES * round_up(m.d_head, 16);
             mine.scores = mine.outputs + QUERIES * round_up(m.d_head, 16);
             mine.widened = mine.scores + QUERIES * score_stride();
-            forward(Phases(progress.data(), threads == 1), mine);
+            forward(Phases(progress.data(), threads), mine);
         };
         if (threads > 1)
             on_threads(go, threads);
@@ -209,38 +209,42 @@ class Forward {
 
     void forward(Phases phases, const Mine& mine) const {
         long count = (long)tokens.size(), some = (long)chosen.size();
-        phases.run(blocks(count, FEW),
-                   [&](long u) { for_rows(u, count, [&](long t) { embed(t); }); });
+        const Layer& first = m.layers[0];
+        for_rows(phases, count, [&](long t) {
+            embed(t);
+            norm_row(first.norm1, x, t, rounds_for_attention(first));
+        });
         for (long i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
             bool ends = i + 1 == m.num_layers;  // then only what is chosen goes on
-            norm(phases, layer.norm1, x, count, is_quantized(layer.q, layer.k, layer.v));
             project_qkv(phases, layer, mine);
-            phases.run(blocks(count, FEW),
-                       [&](long u) { for_rows(u, count, [&](long t) { place(layer, t); }); });
             if (ends && some == 0) return;
             attention(phases, layer, mine, ends);
             float* stream = ends ? x_last : x;
             long rows = ends ? some : count;
-            round_rows(phases, layer.out, attn_out, heads_width(), rows);
-            add_product(phases, layer.out, attn_out, heads_width(), stream, rows, mine);
-            norm(phases, layer.norm2, stream, rows,
-                 m.num_experts ? is_quantized(layer.router) : is_quantized(layer.up, layer.gate));
+            add_product(phases, layer.out, attn_out, heads_width(), stream, rows, mine,
+                        [&](long r) { norm_row(layer.norm2, stream, r, rounds_for_ffn(layer)); });
+            auto next = [&](long r) {
+                if (ends)
+                    norm_row(m.norm, stream, r, is_quantized(m.head));
+                else
+                    norm_row(m.layers[i + 1].norm1, stream, r,
+                             rounds_for_attention(m.layers[i + 1]));
+            };
             if (m.num_experts != 0) {
-                add_experts(phases, layer, stream, rows, mine);
+                add_experts(phases, layer, stream, rows, mine, next);
                 continue;
             }
             feed_forward(phases, layer, rows, mine);
-            round_rows(phases, layer.down, hidden, m.d_ff, rows);
-            add_product(phases, layer.down, hidden, m.d_ff, stream, rows, mine);
+            add_product(phases, layer.down, hidden, m.d_ff, stream, rows, mine, next);
         }
-        norm(phases, m.norm, x_last, some, is_quantized(m.head));
         product(phases, m.head, normed, m.d_model, m.vocab, some, mine,
                 [&](long r, long n, long columns, const float* sums) {
                     float* to = step.logits + r * m.vocab + n;
                     each(sums, bias_at(m.head, n), columns,
                          [&](long c, Vec y, long left) { store(to + c, y, left); });
-                });
+                },
+                [](long) {});
     }
 
     // Rows in blocks
@@ -248,8 +252,18 @@ class Forward {
     static long blocks(long count, long size) { return (count + size - 1) / size; }
 
     template <class Work>
-    static void for_rows(long block, long count, Work work) {
-        for (long r = block * FEW; r < std::min(count, (block + 1) * FEW); ++r) work(r);
+    static void for_rows(Phases& phases, long count, Work work) {
+        phases.run(blocks(count, FEW), [&](long block) {
+            for (long r = block * FEW; r < std::min(count, (block + 1) * FEW); ++r) work(r);
+        });
+    }
+    // Units, and what then is done row by row: of few rows not worth a phase of its own.
+    template <class Work, class Then>
+    static void run_then_rows(Phases& phases, long units, Work work, long count, Then then) {
+        phases.run(units, work, [&] {
+            for (long r = 0; r < count && count <= FEW; ++r) then(r);
+        });
+        if (count > FEW) for_rows(phases, count, then);
     }
 
     void embed(long t) const {
@@ -269,22 +283,19 @@ class Forward {
     }
 
     // `rounds`: whether a product follows that takes rows in 8 bits
-    void norm(Phases& phases, const Norm& norm, const float* from, long count, bool rounds) const {
-        phases.run(blocks(count, FEW), [&](long u) {
-            for_rows(u, count, [&](long r) {
-                float* to = normed + r * padded(m.d_model);
-                apply_norm(m.norm_kind, norm, from + r * m.d_model, to, m.d_model);
-                if (rounds) of_width(m.d_model).round_row(to, r);
-            });
-        });
+    void norm_row(const Norm& norm, const float* from, long r, bool rounds) const {
+        float* to = normed + r * padded(m.d_model);
+        apply_norm(m.norm_kind, norm, from + r * m.d_model, to, m.d_model);
+        if (rounds) of_width(m.d_model).round_row(to, r);
     }
-    void round_rows(Phases& phases, const Linear& linear, const float* from, long depth,
-                    long count) const {
-        if (linear.format == WIDE_WEIGHTS) return;
-        phases.run(blocks(count, FEW), [&](long u) {
-            for_rows(u, count,
-                     [&](long r) { of_width(depth).round_row(from + r * padded(depth), r); });
-        });
+    static bool rounds_for_attention(const Layer& layer) {
+        return is_quantized(layer.q, layer.k, layer.v);
+    }
+    bool rounds_for_ffn(const Layer& layer) const {
+        return m.num_experts ? is_quantized(layer.router) : is_quantized(layer.up, layer.gate);
+    }
+    void round_row(const Linear& linear, const float* from, long depth, long r) const {
+        if (is_quantized(linear)) of_width(depth).round_row(from + r * padded(depth), r);
     }
     Rounded of_width(long depth) const {
         return Rounded(rounded, (long)tokens.size() * ffn_rows(), depth);
@@ -340,14 +351,18 @@ class Forward {
         }
     }
 
-    // Call done(row, first column, columns, sums) for all of `rows` × `width`.
-    template <class Done>
+    // Call done(row, first column, columns, sums) for all of `rows` × `width`; then `then` by row.
+    template <class Done, class Then>
     void product(Phases& phases, const Linear& linear, const float* from, long depth, long width,
-                 long rows, const Mine& mine, Done done) const {
+                 long rows, const Mine& mine, Done done, Then then) const {
         long across = columns_at_once(depth), down = blocks(rows, TOKENS);
-        phases.run(blocks(width, across) * down, [&](long u) {
-            unit(linear, from, depth, width, rows, u / down * across, u % down, across, mine, done);
-        });
+        run_then_rows(
+            phases, blocks(width, across) * down,
+            [&](long u) {
+                unit(linear, from, depth, width, rows, u / down * across, u % down, across, mine,
+                     done);
+            },
+            rows, then);
     }
 
     // to[r, c] for rows from `first` on and columns from n on: sums, without the bias.
@@ -379,7 +394,7 @@ class Forward {
         const Linear* linears[] = {&layer.q, &layer.k, &layer.v};
         long across = columns_at_once(m.d_model), down = blocks(count, TOKENS);
         long of_q = blocks(widths[0], across) * down, of_k = blocks(keys, across) * down;
-        phases.run(of_q + 2 * of_k, [&](long u) {
+        auto project = [&](long u) {
             int which = u < of_q ? 0 : u < of_q + of_k ? 1 : 2;
             long begin = which == 0 ? 0 : which == 1 ? of_q : of_q + of_k;
             long offset = which == 0 ? 0 : heads_width() + (which - 1) * keys;
@@ -391,19 +406,22 @@ class Forward {
                      each(sums, bias_at(linear, n), columns,
                           [&](long c, Vec y, long left) { store(to + c, y, left); });
                  });
-        });
+        };
+        run_then_rows(phases, of_q + 2 * of_k, project, count, [&](long t) { place(layer, t); });
     }
 
     // stream += W from + b
+    template <class Then>
     void add_product(Phases& phases, const Linear& linear, const float* from, long depth,
-                     float* stream, long rows, const Mine& mine) const {
+                     float* stream, long rows, const Mine& mine, Then then) const {
         product(phases, linear, from, depth, m.d_model, rows, mine,
                 [&](long r, long n, long columns, const float* sums) {
                     float* to = stream + r * m.d_model + n;
                     each(sums, bias_at(linear, n), columns, [&](long c, Vec y, long left) {
                         store(to + c, load(to + c, left) + y, left);
                     });
-                });
+                },
+                then);
     }
 
     // act(W₁ x), or act(W₁ x) ⊙ W₃ x
@@ -417,7 +435,8 @@ class Forward {
                                  columns, mine.gate_sums, across);
                     const float* gates = gated ? mine.gate_sums + r % TOKENS * across : nullptr;
                     store_hidden(layer, r, n, columns, sums, gates);
-                });
+                },
+                [&](long r) { round_row(layer.down, hidden, m.d_ff, r); });
     }
     // act(W₁ x), or with gates act(W₁ x) ⊙ W₃ x, of row r from column n on
     void store_hidden(const Layer& layer, long r, long n, long columns, const float* sums,
@@ -437,30 +456,27 @@ class Forward {
     // A mixture of experts
 
     // stream += Σ over a token's experts, the likeliest first, of p · W₂ (silu(W₁ x) ⊙ W₃ x)
-    void add_experts(Phases& phases, const Layer& layer, float* stream, long rows,
-                     const Mine& mine) const {
+    template <class Then>
+    void add_experts(Phases& phases, const Layer& layer, float* stream, long rows, const Mine& mine,
+                     Then then) const {
         long k = m.experts_per_token, all_rows = rows * k;
         product(phases, layer.router, normed, m.d_model, m.num_experts, rows, mine,
                 [&](long r, long n, long columns, const float* sums) {
                     std::memcpy(route_logits + r * routed() + n, sums, columns * sizeof(float));
+                },
+                [&](long r) {
+                    choose_experts(route_logits + r * routed(), m.num_experts, k, m.renormalize,
+                                   choices.data() + r * k);
                 });
-        phases.run(blocks(rows, FEW), [&](long u) {
-            for_rows(u, rows, [&](long r) {
-                choose_experts(route_logits + r * routed(), m.num_experts, k, m.renormalize,
-                               choices.data() + r * k);
-            });
-        });
         phases.run(1, [&](long) {
             sort_by_expert(choices, all_rows, m.num_experts, TOKENS, expert_ends, expert_rows);
         });
-        phases.run(blocks(all_rows, FEW), [&](long u) {
-            for_rows(u, all_rows, [&](long i) {
-                const float* from = normed + i / k * padded(m.d_model);
-                std::memcpy(expert_in + choices[i].row * padded(m.d_model), from,
-                            m.d_model * sizeof(float));
-                if (is_quantized(layer.up, layer.gate))
-                    of_width(m.d_model).round_row(from, choices[i].row);
-            });
+        for_rows(phases, all_rows, [&](long i) {
+            const float* from = normed + i / k * padded(m.d_model);
+            std::memcpy(expert_in + choices[i].row * padded(m.d_model), from,
+                        m.d_model * sizeof(float));
+            if (is_quantized(layer.up, layer.gate))
+                of_width(m.d_model).round_row(from, choices[i].row);
         });
         for_experts(phases, m.d_model, m.d_ff, all_rows,
                     [&](const ExpertRows& of, long n, long columns, long across) {
@@ -472,14 +488,15 @@ class Forward {
                 store_hidden(layer, of.first + r, n, columns, mine.sums + r * across,
                              mine.gate_sums + r * across);
         });
-        round_rows(phases, layer.down, hidden, m.d_ff, all_rows);
+        for_rows(phases, all_rows, [&](long r) { round_row(layer.down, hidden, m.d_ff, r); });
         for_experts(phases, m.d_ff, m.d_model, all_rows,
                     [&](const ExpertRows& of, long n, long columns, long) {
             multiply(of_expert(layer.down, of, m.d_model, m.d_ff), hidden, m.d_ff, of.first,
                      of.count, n, columns, expert_out + of.first * m.d_model + n, m.d_model);
         });
-        phases.run(blocks(rows, FEW), [&](long u) {
-            for_rows(u, rows, [&](long r) { add_chosen(r, stream + r * m.d_model); });
+        for_rows(phases, rows, [&](long r) {
+            add_chosen(r, stream + r * m.d_model);
+            then(r);
         });
     }
     void add_chosen(long r, float* to) const {
@@ -517,7 +534,7 @@ class Forward {
     void attention(Phases& phases, const Layer& layer, const Mine& mine, bool ends) const {
         const std::vector<Block>& of = ends ? chosen_blocks : token_blocks;
         long pieces = blocks(group(), QUERIES), units = m.num_kv_heads * pieces;
-        phases.run((long)of.size() * units, [&](long u) {
+        auto attend_unit = [&](long u) {
             const Block& block = of[u / units];
             long kv = u % units / pieces, first = u % pieces * QUERIES;
             attend_block(layer, block, kv, kv * group() + first, std::min(QUERIES, group() - first),
@@ -525,7 +542,10 @@ class Forward {
             if (ends && u % units == 0)
                 std::memcpy(x_last + block.to * m.d_model, x + block.first * m.d_model,
                             block.count * m.d_model * sizeof(float));
-        });
+        };
+        run_then_rows(phases, (long)of.size() * units, attend_unit,
+                      (long)(ends ? chosen.size() : tokens.size()),
+                      [&](long r) { round_row(layer.out, attn_out, heads_width(), r); });
     }
 
     void attend_block(const Layer& layer, const Block& block, long kv, long head, long heads,
@@ -578,7 +598,7 @@ extern "C" int run_product(const float* x, int64_t rows, int64_t depth, const ui
     long across = (width + MOST_COLUMNS - 1) / MOST_COLUMNS, down = (rows + TOKENS - 1) / TOKENS;
     auto go = [&] {
         float* sums = room.at.get() + seats++ * TOKENS * MOST_COLUMNS;
-        Phases phases(progress.data(), threads == 1);
+        Phases phases(progress.data(), threads);
         phases.run(rows, [&](long r) { rounded.round_row(x + r * depth, r); });
         phases.run(across * down, [&](long u) {
             long n = u / down * MOST_COLUMNS, first = u % down * TOKENS;
