@@ -139,6 +139,11 @@ class Choice:
     top_p: Sequence[float]
     numbers: Sequence[float]
 
+    @property
+    def draws(self) -> bool:
+        """Whether any row draws."""
+        return any(self.temperature)
+
 
 class Runner(Protocol):
     """Reads steps of one model into one paged cache.
@@ -148,7 +153,8 @@ class Runner(Protocol):
     whose numbers depend on where a prompt is cut has a `chunk`: pieces end at its multiples. One
     that reads proposals one by one, so that nothing is gained by them, has `verifies` false. One
     that also chooses where a `Choice` says how has `chooses` true, and
-    `run_and_choose(step, tables, last, choice)`, which returns tokens and writes them to `last`.
+    `run_and_choose(step, tables, last, choice)`, which returns tokens and writes them to `last`;
+    with `draws` false, only greedily.
     """
 
     def run(

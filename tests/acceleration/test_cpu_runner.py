@@ -18,8 +18,9 @@ from scratchlm import ModelConfig, TransformerLM, acceleration
 from scratchlm import config as c
 from scratchlm.accelerate.cpu_runner import SOURCE, CPURunner
 from scratchlm.accelerate.decoding import why_not_cpu
+from scratchlm.inference import drawing
 from scratchlm.ops import OPS, native
-from scratchlm.paged import LAST, PagedCache, Step
+from scratchlm.paged import LAST, Choice, PagedCache, Step
 from tiny_models import FAMILIES, PLAIN, build
 from waiting import PATIENCE
 
@@ -182,6 +183,39 @@ def test_activations_are_right_from_end_to_end_of_their_range(activation):
     pool = Pool(model, slots=len(x))
     got = pool.read(*((slot, [slot], 0) for slot in range(len(x))))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 29, 70])
+@pytest.mark.parametrize("damage", [None, "ties", "nan", "inf"])
+def test_the_tokens_it_chooses_are_the_likeliest_of_its_logits(vocab, damage):
+    model = build(PLAIN.replace(vocab_size=vocab), dtype=torch.float32).eval()
+    head = model.lm_head.weight
+    with torch.no_grad():
+        if damage == "ties":
+            head.copy_(head[torch.arange(vocab) % 3])
+        elif damage is not None:  # one logit of every row: NaN, or infinite with either sign
+            head[vocab - 2] = 0.0
+            head[vocab - 2, 0] = float(damage)
+    pool = Pool(model, slots=9)
+    rows = [(slot, prompt(9 + slot, slot, vocab), 0) for slot in range(9)]
+    expected = drawing.argmax(pool.read(*rows))
+    assert (drawing.NOTHING in expected) == (damage in ("nan", "inf"))
+    assert (expected >= 0).any() == (damage != "nan")
+    for some in (slice(9), slice(2, 5)):  # rows in units of their own, and few
+        step = Step(
+            [token for _, row, _ in rows[some] for token in row],
+            [len(row) for _, row, _ in rows[some]],
+            [0] * len(rows[some]),
+            [slot for slot, _, _ in rows[some]],
+            [slot != 3 for slot, _, _ in rows[some]],
+        )
+        chosen = [slot for slot, _, _ in rows[some] if slot != 3]
+        choice = Choice([0.0] * len(chosen), [vocab] * len(chosen), [1.0] * len(chosen), [])
+        pool.last.fill_(-5)
+        tokens = pool.runner.run_and_choose(step, pool.tables, pool.last, choice)
+        assert torch.equal(tokens, expected[chosen])
+        assert torch.equal(pool.last[chosen], expected[chosen].clamp(min=0))
+        assert pool.last[3] == -5
 
 
 # The same to the bit

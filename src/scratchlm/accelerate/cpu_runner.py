@@ -31,7 +31,7 @@ from scratchlm.accelerate.quantized import CPU_FORMATS, SOURCE
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import TiedHead
 from scratchlm.ops import native
-from scratchlm.paged import PagedCache, Step
+from scratchlm.paged import Choice, PagedCache, Step
 from scratchlm.quantization.layers import QuantizedLayer
 
 NORMS: dict[type, int] = {kinds.NoNorm: 0, kinds.RMSNorm: 1, kinds.LayerNorm: 2}
@@ -89,12 +89,14 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, _Size) for name in ("rows", "num_slots", "max_pages", "table_stride")),
         *((name, _Address) for name in _LISTS),
-        *((name, _Address) for name in ("tables", "last", "logits")),
+        *((name, _Address) for name in ("tables", "last", "logits", "greedy")),
     ]
 
 
 class CPURunner:
     """Reads steps of one model into one paged cache."""
+
+    chooses, draws = True, False
 
     def __init__(self, model: TransformerLM, cache: PagedCache) -> None:
         reason = why_not_cpu(model)
@@ -109,7 +111,9 @@ class CPURunner:
         own = [tensors for m in modules for tensors in (m._parameters, m._buffers)]
         self._dicts = [tensors for tensors in own if tensors]  # a plain module gets no new names
         self._logits = torch.empty(0, model.config.vocab_size)
+        self._room = 0  # rows of logits
         self._step = _Step()
+        self._given: tuple[Tensor | None, Tensor | None] = (None, None)  # tables and last tokens
         self._bind()
 
     @property
@@ -131,25 +135,52 @@ class CPURunner:
         last: Int[Tensor, " slots"],
     ) -> Float[Tensor, "choosing vocab"]:
         """Write the keys and values of the new tokens; return the logits that are asked for."""
-        _check(step, tables, last)
-        num_logits = step.num_logits
+        choosing = self._run(step, tables, last, None)
+        return self._logits[:choosing]
+
+    def run_and_choose(
+        self,
+        step: Step,
+        tables: Int[Tensor, "slots max_pages"],
+        last: Int[Tensor, " slots"],
+        choice: Choice,
+    ) -> Int[Tensor, " choosing"]:
+        """Do the same, and return the likeliest tokens, which `last` has then too."""
+        assert not choice.draws
+        tokens = torch.empty(sum(step.num_logits), dtype=torch.long)
+        self._run(step, tables, last, tokens.data_ptr())
+        return tokens
+
+    def _run(self, step: Step, tables: Tensor, last: Tensor, greedy: int | None) -> int:
+        """Run a step; return how many rows of logits it has."""
+        num_logits, passed = step.num_logits, self._step
         choosing = sum(num_logits)
-        if len(self._logits) < choosing:
+        _check(step)
+        if not (tables is self._given[0] and last is self._given[1]):
+            self._take(tables, last)
+        if self._room < choosing:
             self._logits = torch.empty(choosing, self.model.config.vocab_size)
+            self._room, passed.logits = choosing, self._logits.data_ptr()
         given = (step.tokens, step.counts, step.starts, step.slots, num_logits)
         lists = [array("q", x) for x in given]
-        passed = self._step
-        passed.rows = len(step.counts)
-        passed.num_slots, passed.max_pages = tables.shape
-        passed.table_stride = tables.stride(0)
         for name, numbers in zip(_LISTS, lists, strict=True):
             setattr(passed, name, numbers.buffer_info()[0])
-        passed.tables, passed.last = tables.data_ptr(), last.data_ptr()
-        passed.logits = self._logits.data_ptr()
+        passed.rows, passed.greedy = len(step.counts), greedy
         result = self._run_step(self._passed_model, self._passed_step, torch.get_num_threads())
         if result:
             raise _error(result, self.model.config)
-        return self._logits[:choosing]
+        return choosing
+
+    def _take(self, tables: Tensor, last: Tensor) -> None:
+        """Write down where an engine's tables lie: the same in every step."""
+        assert (tables.dtype, tables.device.type, tables.stride(1)) == (torch.int32, "cpu", 1)
+        assert (last.dtype, last.device.type) == (torch.int64, "cpu")
+        assert len(last) >= len(tables)
+        assert last.is_contiguous()
+        passed, self._given = self._step, (tables, last)
+        passed.num_slots, passed.max_pages = tables.shape
+        passed.table_stride = tables.stride(0)
+        passed.tables, passed.last = tables.data_ptr(), last.data_ptr()
 
     # The model as the kernel reads it
 
@@ -253,15 +284,11 @@ def _address(tensor: Any) -> int | None:
 # What a step may ask for
 
 
-def _check(step: Step, tables: Tensor, last: Tensor) -> None:
+def _check(step: Step) -> None:
     """Refuse what the kernel, which sees addresses, would read wrong."""
     rows = len(step.counts)
     assert len(step.starts) == len(step.slots) == len(step.chooses) == rows
     assert len(step.tokens) == sum(step.counts)
-    assert (tables.dtype, tables.device.type, tables.stride(1)) == (torch.int32, "cpu", 1)
-    assert (last.dtype, last.device.type) == (torch.int64, "cpu")
-    assert len(last) >= len(tables)
-    assert last.is_contiguous()
 
 
 def _error(result: int, config: kinds.ModelConfig) -> Exception:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from scratchlm import config as kinds
 from scratchlm.accelerate.table import (
@@ -252,11 +253,13 @@ class Unchanged:
     """Sees cheaply whether a model's modules are still those a runner was made for.
 
     Hooks and submodules live in dictionaries that stay where they are: a look at a thousand of them
-    takes some tens of microseconds, which a GPU runner hides behind the device's work.
+    takes some tens of microseconds, which a GPU runner hides behind the device's work. Most are
+    those of hooks, at which we look again only where torch has given out a handle since.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
+        self._handles = -1  # as many as torch had given out when there were no hooks
         self._hooks = [
             hooks
             for m in modules
@@ -296,9 +299,17 @@ class Unchanged:
     def _submodules(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))
 
+    def _has_hooks(self) -> bool:
+        handles = RemovableHandle.next_id
+        if handles == self._handles:
+            return False
+        found = any(self._hooks)
+        self._handles = -1 if found else handles
+        return found
+
     def __bool__(self) -> bool:
         return (
-            not any(self._hooks)
+            not self._has_hooks()
             and self._submodules() == self._found
             and not self._is_patched()
             and self._setting_values() == self._settings

@@ -62,12 +62,14 @@ class TokenChooser:
         wanted = logprobs(logits, tokens, settings) if settings.logprobs else []
         return Outcome(tokens, wanted)
 
-    def choice(self, requests: list[Request]) -> Choice | None:
-        """Return how these requests choose, where a runner itself can choose so."""
+    def choice(self, requests: list[Request], draws: bool) -> Choice | None:
+        """Return how these requests choose, where a runner, which `draws` or not, can choose so."""
         if requests is not self._choice_requests:
             self._choice_requests = requests
             self._choice = choice_of(requests, self.vocab_size)
         made = self._choice
-        if made is None or not any(made.temperature):
+        if made is None or not made.draws:
             return made
+        if not draws:
+            return None
         return replace(made, numbers=[uniform(r.row.seed, r.chosen) for r in requests])

@@ -318,7 +318,7 @@ class Engine:
         choosing = plan.choosing
         can_choose = not (plan.scoring or plan.is_verified) and getattr(runner, "chooses", False)
         if choosing and can_choose:
-            choice = self._chooser.choice(choosing)
+            choice = self._chooser.choice(choosing, getattr(runner, "draws", True))
             if choice is not None:
                 tokens = runner.run_and_choose(plan.step, self.tables, self.last, choice)
                 return [Unread(choosing, Outcome(tokens, []))]

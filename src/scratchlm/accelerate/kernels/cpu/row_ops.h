@@ -68,6 +68,28 @@ inline void apply_norm(int64_t kind, const Norm& norm, const float* x, float* y,
     std::memcpy(y, x, d * sizeof(float));
 }
 
+// Where the largest number is, the first of several; NOTHING where it is infinite, or one is a NaN.
+constexpr long NOTHING = -1;
+inline long argmax(const float* x, long count) {
+    Vec top = all(-INFINITY);
+    Ints at{}, nan{};
+    for (long i = 0; i < count; i += LANES) {
+        Vec v = load(x + i, count - i);
+        if (count - i < LANES)
+            for (long l = count - i; l < LANES; ++l) v[l] = -INFINITY;
+        at = v > top ? Ints{} + (int32_t)i : at;
+        top = v > top ? v : top;
+        nan |= v != v;
+    }
+    float most = largest(top);
+    long found = count;
+    for (int l = 0; l < LANES; ++l) {
+        if (nan[l] != 0) return NOTHING;
+        if (top[l] == most) found = std::min(found, (long)at[l] + l);
+    }
+    return std::isinf(most) ? NOTHING : found;
+}
+
 // Activations
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };

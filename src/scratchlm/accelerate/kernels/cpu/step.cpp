@@ -244,7 +244,7 @@ class Forward {
                     each(sums, bias_at(m.head, n), columns,
                          [&](long c, Vec y, long left) { store(to + c, y, left); });
                 },
-                [](long) {});
+                [&](long r) { choose(r); });
     }
 
     // Rows in blocks
@@ -546,6 +546,14 @@ class Forward {
         run_then_rows(phases, (long)of.size() * units, attend_unit,
                       (long)(ends ? chosen.size() : tokens.size()),
                       [&](long r) { round_row(layer.out, attn_out, heads_width(), r); });
+    }
+
+    // What comes next: the likeliest token, the lowest of several, or NOTHING.
+    void choose(long r) const {
+        if (step.greedy == nullptr) return;
+        long token = argmax(step.logits + r * m.vocab, m.vocab);
+        step.greedy[r] = token;
+        step.last[tokens[chosen[r]].slot] = std::max(token, 0L);
     }
 
     void attend_block(const Layer& layer, const Block& block, long kv, long head, long heads,

@@ -44,8 +44,9 @@ struct Step {
     const int64_t *tokens, *counts, *starts, *slots;
     const int64_t* num_logits;  // of each row: after how many of its newest tokens
     const int32_t* tables;
-    const int64_t* last;
+    int64_t* last;
     float* logits;
+    int64_t* greedy;  // where not missing: each row's likeliest token, which `last` gets too
 };
 
 enum Result { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_POSITION, WRONG_SLOT, WRONG_PAGE };
