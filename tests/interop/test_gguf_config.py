@@ -100,6 +100,16 @@ def test_a_config_and_its_weights_come_back(name, tmp_path):
         assert torch.equal(dict(found)[key], tensor), key
 
 
+def test_a_qwen2_whose_heads_are_not_as_wide_as_the_model_is_refused(tmp_path):
+    """llama.cpp knows no width of a head but d_model / num_heads there, and would not load it."""
+    bias = c.Attention(bias="qkv")
+    config = HALF.replace(d_head=6, attention=bias)
+    with pytest.raises(ScratchLMError, match="no qwen2 whose num_heads · d_head is not d_model"):
+        written(tmp_path / "m.gguf", config)
+    assert not list(tmp_path.iterdir())
+    assert read_gguf(written(tmp_path / "n.gguf", HALF.replace(attention=bias))).config.d_head == 4
+
+
 def test_the_parameters_of_llama_3_are_found_from_its_divisors(tmp_path):
     """A file by others has no keys for them."""
     for number, (length, low, high) in enumerate(

@@ -269,6 +269,11 @@ def _refuse(config: ModelConfig, model_type: str) -> None:
             raise cannot_say("experts whose weights are not renormalised")
         case MLP(activation=activation) if activation != "gelu_tanh":
             raise cannot_say(f"activation {activation}: its gpt2 has gelu_tanh")
+    if model_type == "qwen2" and config.num_heads * config.d_head != config.d_model:
+        raise cannot_say(
+            "qwen2 whose num_heads · d_head is not d_model; "
+            f"got {config.num_heads} · {config.d_head} and {config.d_model}"
+        )
     if attention.bias == "all" and model_type in ("qwen3", "qwen3_moe", "olmo"):
         raise cannot_say(f"biases in the attention of {model_type}")
 
