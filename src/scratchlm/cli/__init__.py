@@ -112,18 +112,22 @@ def main() -> None:
         _explain(error)
         raise SystemExit(2) from None
     except (KeyboardInterrupt, typer.Abort):
-        if not launched_rank():  # of several ranks the first one speaks
+        if _rank() in (None, "0"):  # of several ranks the first one speaks
             say("\nstopped" if sys.stderr.isatty() else "stopped", err=True)  # after the ^C
         raise SystemExit(130) from None
     except Exception as error:
         if _show_traceback or not is_for_the_user(error):
             raise
-        rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
-        whose = "" if rank is None else f"rank {rank}: "
+        whose = "" if _rank() is None else f"rank {_rank()}: "
         say(f"{whose}error: {one_line(error)}", err=True)
         forget_output()
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _rank() -> str | None:
+    """Return which rank of several this is, as it stands in the environment, right or wrong."""
+    return os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
 
 
 _show_python_warning = warnings.showwarning
