@@ -49,7 +49,9 @@ function wrongValue(control, value) {
     return `${key} must be a ${what}; got ${value.trim() === "" ? "nothing" : `${key}=${value}`}`;
   }
   if (key === "mfu" && !(value > 0 && value <= 1)) return `mfu must lie in (0, 1]; got ${value}`;
-  if (key === "link" && !(value > 0)) return `link must be greater than 0; got ${value} GB/s`;
+  if (key === "link" && !(value >= 1e-9 && value <= 1e9)) {
+    return `link must be from 1e-09 to 1e+09 GB/s; got ${value} GB/s`;
+  }
   if (key === "price" && !(value >= 0)) return `price must not be negative; got ${value}`;
   if (key === "tokens" && value < 1n) return `tokens must be at least 1; got ${value}`;
   if (kind === "size" && control.most !== null && (value < control.least || value > control.most)) {
