@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,19 @@ def test_what_the_first_rank_does_not_live_to_say_is_one_line():
     ranks = Ranks(1, 2, torch.device("cpu"), None, None, Gone(), 1.0)
     with pytest.raises(ScratchLMError, match=r"another rank is gone.*the job ends"):
         ranks.from_first(None)
+
+
+def test_what_ranks_tell_each_other_is_forgotten_when_all_have_read_it():
+    store = torch.distributed.HashStore()
+    pair = [Ranks(rank, 2, torch.device("cpu"), None, None, store, 60.0) for rank in (0, 1)]
+
+    def tell(ranks):
+        return [ranks.gather("saved", [step, ranks.rank]) for step in range(20)]
+
+    with ThreadPoolExecutor(2) as pool:
+        heard = list(pool.map(tell, pair))
+    assert heard == [[[[step, 0], [step, 1]] for step in range(20)]] * 2
+    assert store.num_keys() == 2
 
 
 def test_what_was_typed_about_ranks_reaches_them(tmp_path):

@@ -157,6 +157,8 @@ class Ranks:
                         f"{self.timeout:g} s, or this one is ending ({key})"
                     )
                 time.sleep(POLL_SECONDS)
+            if number > 1:  # whoever has answered now has read what was said before
+                self.store.delete_key(f"{key}/{number - 1}/{self.rank}")
             return [json.loads(self.store.get(name)) for name in names]
 
     # Faults
