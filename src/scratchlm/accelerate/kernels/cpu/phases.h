@@ -1,7 +1,7 @@
 // One step as a row of phases, each shared out among threads in units.
 //
 // A phase ends when its units are done, not when all threads have arrived: a thread that the
-// machine is keeping from its work holds up nobody, unless it is in the middle of a unit.
+// machine is keeping from its work holds up nobody, unless it is in the middle of its share.
 
 #pragma once
 
