@@ -1,7 +1,7 @@
 """One rank of eight on one GPU: its memory beside the account's, its step beside one GPU's.
 
 A fake process group stands for the other seven. Collectives are copies within the GPU: gradients
-are this rank's own, and the weights it gathers are its own part again. So memory and arithmetic are
+are this rank's own, and the weights it gathers are random numbers. So memory and arithmetic are
 real, and what a rank would wait for the others is not there. One process: one GPU's learner stays,
 each rank is made beside it, and blocks of their steps take turns. A row is printed and written to
 bench/RESULTS.md ("Several ranks on one GPU") as soon as it is known.
@@ -69,13 +69,24 @@ class Copied:
         self.source = None
 
 
-def gather_own(
+SPARE: dict[torch.dtype, torch.Tensor] = {}  # random numbers, to be gathered
+
+
+def draw_spare(device: torch.device, size: int) -> None:
+    """Have them before any rank is measured."""
+    for dtype in (torch.bfloat16, torch.float32):
+        SPARE[dtype] = torch.randn(size, dtype=dtype, device=device) * 0.02
+
+
+def gather_random(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Copied | None:
     parts = output_tensor.view(dist.get_world_size(group), -1)
     if parts.data_ptr() != input_tensor.data_ptr():  # FSDP's lies in its place already
         parts[0].copy_(input_tensor.view(-1))
-    parts[1:].copy_(parts[:1])
+    spare = SPARE[parts.dtype]  # a rank's padding is anything, so not its own part once more
+    for piece in parts[1:].reshape(-1).split(len(spare)):
+        piece.copy_(spare[: len(piece)])
     return Copied(input_tensor) if async_op else None
 
 
@@ -89,7 +100,7 @@ def scatter_own(
 def copy_instead_of_sending() -> None:
     """Replace torch's collectives; call it before a module of ours binds them."""
     for names, own in (
-        (("all_gather_single", "all_gather_into_tensor"), gather_own),
+        (("all_gather_single", "all_gather_into_tensor"), gather_random),
         (("reduce_scatter_single", "reduce_scatter_tensor"), scatter_own),
     ):
         for name in names:
@@ -196,6 +207,7 @@ def measure(
     shape: Any, kinds: list[str], device: torch.device, blocks: int, note: Callable[..., None]
 ) -> None:
     """Note a row for one GPU and for each kind of rank."""
+    draw_spare(device, 1 << (27 if device.type == "cuda" else 16))
     alone = Stepper(shape, {}, device, None)
     note("one GPU", *sizes(shape, {}, alone.peak), f"{alone.take(BLOCK) * 1e3:.1f}", "", "")
     for kind in kinds:

@@ -284,7 +284,12 @@ def compared(
         engine.forget_prefixes()
 
     parts = [lambda: alone.append(alone_rate(engine, work)), behind_the_server]
-    alone_rate(engine, [(prompt[:64], 8) for prompt, _ in work])  # makes what is kept
+    if engine.device.type == "cuda":  # what is compiled and recorded is so by the whole work
+        alone_rate(engine, work)
+        behind_the_server()
+        over.clear()
+    else:
+        alone_rate(engine, [(prompt[:64], 8) for prompt, _ in work])
     for i in range(options.rounds):
         for part in parts[:: -1 if i % 2 else 1]:
             part()

@@ -41,10 +41,16 @@ from scratchlm.inference.pool_memory import check_kv_dtype, new_cache, num_pool_
 from scratchlm.inference.prompts import AnyTokenizer, Prompts
 from scratchlm.inference.proposing import Proposer, why_not_verified
 from scratchlm.inference.requests import PastContext, check_num_logprobs, make_rows
-from scratchlm.inference.rows import Row, TokenLogprob
+from scratchlm.inference.rows import Piece, Row, ScoredTokens, TokenLogprob
 from scratchlm.inference.sampling import AS_IS, Sampling
 from scratchlm.inference.scheduler import Plan, Request, Scheduler
-from scratchlm.inference.scoring import rows_that_choose, score_logits, scored_row
+from scratchlm.inference.scoring import (
+    ScoredRow,
+    UnreadScores,
+    rows_that_choose,
+    score_logits,
+    scored_row,
+)
 from scratchlm.inference.speculation import Speculate
 from scratchlm.inference.verifying import accept
 from scratchlm.model import TransformerLM
@@ -140,7 +146,7 @@ class Engine:
         self._tables: Any = self.tables.numpy()
         self.last = torch.zeros(max_rows, dtype=torch.long, device=self.device)
         self._handles: dict[Request, Handle] = {}
-        self._unread: deque[list[Unread]] = deque()  # by step
+        self._unread: deque[Sequence[Unread | UnreadScores]] = deque()  # by step
         self._chooser = TokenChooser(self.last, model.config.vocab_size)
         self._arrived: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -312,7 +318,7 @@ class Engine:
             self._news.notify_all()
         return found
 
-    def _launch(self, plan: Plan, runner: Any) -> list[Unread]:
+    def _launch(self, plan: Plan, runner: Any) -> list[Unread | UnreadScores]:
         """Send a step on its way, to the choice of its tokens."""
         drafted = self.proposer.draft(plan, self.tables, self.last)
         choosing = plan.choosing
@@ -323,10 +329,9 @@ class Engine:
                 tokens = runner.run_and_choose(plan.step, self.tables, self.last, choice)
                 return [Unread(choosing, Outcome(tokens, []))]
         logits = runner.run(plan.step, self.tables, self.last)
-        found: list[Unread] = []
+        found: list[Unread | UnreadScores] = []
         if plan.scoring:
-            scored = [request for _, request, _ in plan.scoring]
-            found.append(Unread(scored, score_logits(logits, plan.scoring)))
+            found += score_logits(logits, plan.scoring)
             if choosing:
                 logits = logits[rows_that_choose(plan.scoring, len(logits))]
         if choosing:
@@ -338,9 +343,15 @@ class Engine:
         """Return the runner, or the model itself once its modules are not those of the runner."""
         return self.runner if getattr(self.runner, "unchanged", True) else self.plain
 
-    def _read(self, outcomes: list[Unread]) -> None:
+    def _read(self, outcomes: Sequence[Unread | UnreadScores]) -> None:
         """Look at the tokens of an earlier step."""
-        for requests, outcome, is_verified in outcomes:
+        for unread in outcomes:
+            if isinstance(unread, UnreadScores):
+                for request, scores in unread.read():
+                    assert isinstance(request.row, ScoredRow)
+                    self._give(request, request.row.take_scores, *scores)
+                continue
+            requests, outcome, is_verified = unread
             tokens, logprobs = outcome.read()
             if is_verified:
                 self._read_verified(requests, tokens, logprobs)
@@ -362,14 +373,19 @@ class Engine:
         self.last.index_copy_(0, slots, to_device([*running.values()], torch.long, self.device))
 
     def _take(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
-        """Give a request its next token, and whoever waits for it a piece."""
-        if request.ended:
-            return
         if token == NOTHING:
             self._fail(request, ValueError(NO_VALID_TOKEN))
+        else:
+            self._give(request, request.row.take, token, logprob)
+
+    def _give(
+        self, request: Request, take: Callable[..., Piece | ScoredTokens], *found: Any
+    ) -> None:
+        """Let a request's row take what was found, and give it to whoever waits."""
+        if request.ended:
             return
         try:
-            piece = request.row.take(token, logprob)
+            piece = take(*found)
         except Exception as error:
             self._fail(request, error)
             return

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from scratchlm.inference.rows import Generation, Piece
+from scratchlm.inference.rows import Generation, Piece, ScoredTokens
 from scratchlm.inference.step_plan import Request
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class Handle:
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[Piece | ScoredTokens] = deque()
         self._is_over = False
         self._error: BaseException | None = None
 
@@ -33,18 +33,28 @@ class Handle:
 
     def ready(self) -> Iterator[Piece]:
         """Give out the pieces that are there, without waiting; raise what the request failed by."""
+        return _one_by_one(self._ready())
+
+    def _ready(self) -> Iterator[Piece | ScoredTokens]:
         while self._pieces:
             yield self._pieces.popleft()
         if self._error is not None:
             raise self._error
 
     def __iter__(self) -> Iterator[Piece]:
+        return _one_by_one(self._parts())
+
+    def _parts(self) -> Iterator[Piece | ScoredTokens]:
         while True:
             over = self._is_over  # before looking: what comes last comes before the end
-            yield from self.ready()
+            yield from self._ready()
             if over:
                 return
             self._engine._advance(self)
+
+    def scores(self) -> list[ScoredTokens]:
+        """Wait for all of a scored request, as it came from the device."""
+        return [part for part in self._parts() if isinstance(part, ScoredTokens)]
 
     def result(self) -> Generation:
         """Wait for the whole answer."""
@@ -55,3 +65,11 @@ class Handle:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._error, self._is_over = error, True
+
+
+def _one_by_one(parts: Iterator[Piece | ScoredTokens]) -> Iterator[Piece]:
+    for part in parts:
+        if isinstance(part, ScoredTokens):
+            yield from part.pieces()
+        else:
+            yield part

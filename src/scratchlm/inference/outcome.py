@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,14 +27,18 @@ class Outcome:
         self._rows = [found.rows for found in logprobs]
         self._parts = parts
 
-    def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """Return every row's token, and by row the log-probabilities of those that wanted them."""
+    def lists(self) -> list[Any]:
+        """Return every row's token; then, of each part, log-probabilities, best ids, and theirs."""
         if self._is_there is not None:
             self._is_there.synchronize()
-        tokens: list[int] = self._parts[0].tolist()
+        return [part.tolist() for part in self._parts]
+
+    def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """Return every row's token, and by row the log-probabilities of those that wanted them."""
+        tokens, *parts = self.lists()
         found = {}
         for at, rows in enumerate(self._rows):
-            chosen, ids, values = (t.tolist() for t in self._parts[1 + 3 * at : 4 + 3 * at])
+            chosen, ids, values = parts[3 * at : 3 * at + 3]
             for row, logprob, row_ids, row_values in zip(rows, chosen, ids, values, strict=True):
                 best = tuple(zip(row_ids, row_values, strict=True))
                 found[row] = TokenLogprob(tokens[row], logprob, best)

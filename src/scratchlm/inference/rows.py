@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +36,32 @@ class Piece:
     text: str
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Some of a row's tokens that were there, and not chosen: lists of the same length."""
+
+    row: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    best_ids: Sequence[Sequence[int]]
+    best_logprobs: Sequence[Sequence[float]]
+    finish_reason: FinishReason | None
+
+    @property
+    def best(self) -> Iterator[tuple[tuple[int, float], ...]]:
+        """The best tokens at each place, with their log-probabilities."""
+        for ids, values in zip(self.best_ids, self.best_logprobs, strict=True):
+            yield tuple(zip(ids, values, strict=True))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Take them one by one."""
+        last = len(self.token_ids) - 1
+        columns = zip(self.token_ids, self.logprobs, self.best, strict=True)
+        for i, (token, logprob, best) in enumerate(columns):
+            reason = self.finish_reason if i == last else None
+            yield Piece(self.row, token, "", TokenLogprob(token, logprob, best), reason)
 
 
 @dataclass

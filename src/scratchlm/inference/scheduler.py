@@ -152,7 +152,7 @@ class Scheduler:
                 request.length += 1
                 request.chosen += 1
                 request.on_device = True
-            for request in {request: None for _, request, _ in plan.scoring}:
+            for request in [one.request for one in plan.scoring]:
                 if not request.is_reading:
                     self._leave(request)
         if self._steady_steps <= 0 or plan is not self._steady:

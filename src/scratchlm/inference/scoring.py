@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,14 +27,13 @@ from torch import Tensor
 from scratchlm.config import ModelConfig
 from scratchlm.inference.device_sampling import Logprobs, to_device
 from scratchlm.inference.outcome import Outcome
-from scratchlm.inference.rows import Generation, Piece, Row, TokenLogprob
+from scratchlm.inference.rows import FinishReason, Row, ScoredTokens
 from scratchlm.inference.sampling import AS_IS
 
 if TYPE_CHECKING:
     from scratchlm.inference.engine import Engine
-    from scratchlm.inference.step_plan import Request
+    from scratchlm.inference.step_plan import Request, Scored
 
-Scoring = list[tuple[int, "Request", int]]  # which of the logits, whose, of which target
 Ids = Sequence[int]
 _AT_ONCE = {False: 1 << 19, True: 1 << 28}  # probabilities, by whether on a GPU
 
@@ -59,13 +59,12 @@ class Likelihood:
         )
 
     @classmethod
-    def of(cls, result: Generation) -> Likelihood:
+    def of(cls, parts: Sequence[ScoredTokens]) -> Likelihood:
         """Take what a scored request came back with."""
-        found = result.logprobs or []
         return cls(
-            tuple(result.token_ids),
-            tuple(one.logprob for one in found),
-            tuple(one.best for one in found),
+            tuple(chain.from_iterable(part.token_ids for part in parts)),
+            tuple(chain.from_iterable(part.logprobs for part in parts)),
+            tuple(chain.from_iterable(part.best for part in parts)),
         )
 
 
@@ -88,7 +87,7 @@ def likelihoods(
             handles.append((i, engine.submit_score(ids, len(context), num_logprobs=num_logprobs)))
         engine.run()
         for i, handle in handles:
-            found[i] = Likelihood.of(handle.result())
+            found[i] = Likelihood.of(handle.scores())
     return [one for one in found if one is not None]
 
 
@@ -114,10 +113,13 @@ class ScoredRow(Row):
         )
         self.targets = ids[start:]
 
-    def take(self, token: int, logprob: TokenLogprob | None) -> Piece:
-        """Count the next token as scored."""
-        self.targets = self.targets[1:]
-        return Piece(self.index, token, "", logprob, None if self.targets else "length")
+    def take_scores(
+        self, tokens: Ids, logprobs: Sequence[float], ids: Sequence[Ids], values: Any
+    ) -> ScoredTokens:
+        """Count the next tokens as scored."""
+        self.targets = self.targets[len(tokens) :]
+        reason: FinishReason | None = None if self.targets else "length"
+        return ScoredTokens(self.index, tokens, logprobs, ids, values, reason)
 
 
 def scored_row(tokens: Ids, start: int, config: ModelConfig) -> ScoredRow:
@@ -138,30 +140,49 @@ def scored_row(tokens: Ids, start: int, config: ModelConfig) -> ScoredRow:
     return ScoredRow(ids, start)
 
 
-def rows_that_choose(scoring: Scoring, num_logits: int) -> list[int]:
+class UnreadScores(NamedTuple):
+    """Log-probabilities of a step's targets on their way to the host, and whose they are."""
+
+    scoring: list[Scored]
+    outcome: Outcome
+
+    def read(self) -> Iterator[tuple[Request, Any]]:
+        """Wait for them; give out, of each request, tokens, log-probabilities and the best."""
+        columns, at = self.outcome.lists(), 0
+        for one in self.scoring:
+            yield one.request, [column[at : at + one.count] for column in columns]
+            at += one.count
+
+
+def rows_that_choose(scoring: list[Scored], num_logits: int) -> list[int]:
     """Return which logits are those of rows that choose a token."""
-    scored = {at for at, _, _ in scoring}
+    scored = set(_lines(scoring))
     return [at for at in range(num_logits) if at not in scored]
 
 
-def score_logits(logits: Float[Tensor, "rows vocab"], scoring: Scoring) -> Outcome:
-    """Return the log-probabilities of a step's targets, on their way to the host."""
-    wanted = [request.targets[of] for _, request, of in scoring if request.targets is not None]
-    targets = to_device(wanted, torch.long, logits.device)
-    groups: dict[int, list[int]] = {}  # on ties, the best n are not the first of the best m
-    for row, (_, request, _) in enumerate(scoring):
-        groups.setdefault(request.num_logprobs or 1, []).append(row)
+def score_logits(logits: Float[Tensor, "rows vocab"], scoring: list[Scored]) -> list[UnreadScores]:
+    """Send the log-probabilities of a step's targets on their way to the host."""
+    groups: dict[int, list[Scored]] = {}  # on ties, the best n are not the first of the best m
+    for one in scoring:
+        groups.setdefault(one.request.num_logprobs or 1, []).append(one)
     found = []
-    for most, rows in groups.items():
-        own, own_targets = logits, targets
-        if len(rows) < len(logits):
-            own = logits[to_device([scoring[row][0] for row in rows], torch.long, logits.device)]
-            own_targets = targets[to_device(rows, torch.long, logits.device)]
-        size = max(1, _AT_ONCE[logits.is_cuda] // logits.shape[-1])
-        parts = map(partial(_score, most=most), own.split(size), own_targets.split(size))
+    size = max(1, _AT_ONCE[logits.is_cuda] // logits.shape[-1])
+    for most, own in groups.items():
+        wanted: list[int] = []
+        for one in own:
+            wanted += (one.request.targets or ())[one.first : one.first + one.count]
+        targets = to_device(wanted, torch.long, logits.device)
+        rows = logits
+        if len(wanted) < len(logits):
+            rows = logits[to_device(list(_lines(own)), torch.long, logits.device)]
+        parts = map(partial(_score, most=most), rows.split(size), targets.split(size))
         chosen, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
-        found.append(Logprobs(rows, chosen, ids, values))
-    return Outcome(targets, found)
+        found.append(UnreadScores(own, Outcome(targets, [Logprobs([], chosen, ids, values)])))
+    return found
+
+
+def _lines(scoring: list[Scored]) -> Iterator[int]:
+    return chain.from_iterable(range(one.at, one.at + one.count) for one in scoring)
 
 
 def _score(

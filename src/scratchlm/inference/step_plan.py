@@ -58,6 +58,16 @@ class Request:
         return isinstance(self.speculator, DraftLength)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Logits of a step that score a request's targets: the first of both, and how many."""
+
+    at: int  # among the step's logits
+    request: Request
+    first: int  # among its targets
+    count: int
+
+
 @dataclass
 class Plan:
     """One step, and whose it is."""
@@ -65,7 +75,7 @@ class Plan:
     step: Step
     requests: list[Request]  # of each row
     choosing: list[Request]  # the same list again while nobody comes or goes
-    scoring: list[tuple[int, Request, int]]  # which of the logits, whose, of which target
+    scoring: list[Scored]
     is_verified: bool = False  # some of it was proposed: its tokens are looked at before the next
 
 
@@ -91,10 +101,8 @@ def lay_out(rows: list[tuple[Request, int]]) -> Plan:
             from_target = max(at - request.num_context, 0)
             to_target = max(end - request.num_context, 0)
             num_scored[-1] = to_target - from_target
-            scoring += [
-                (num_logits + i, request, target)
-                for i, target in enumerate(range(from_target, to_target))
-            ]
+            if num_scored[-1] > 0:
+                scoring.append(Scored(num_logits, request, from_target, num_scored[-1]))
             num_logits += num_scored[-1]
     requests = [request for request, _ in rows]
     step = Step(
