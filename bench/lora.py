@@ -61,23 +61,12 @@ def our_step(
 ) -> Step:
     """Make a step as `scratchlm finetune` makes it."""
     model = TransformerLM(config, device=device, dtype=torch.bfloat16)
-    recorded = None
     if quantize is not None:
         quantize_base(model, quantize)
-        recorded = False
     elif device == "cuda":
         acceleration.join_weights(model)
     apply_lora(model, LoRA(RANK, ALPHA))
-    learner = Learner(
-        model,
-        TrainConfig(
-            batch_size=batch,
-            lr=1e-4,
-            precision="bf16-mixed",
-            cuda_graph=recorded,
-            compile="off" if quantize else None,
-        ),
-    )
+    learner = Learner(model, TrainConfig(batch_size=batch, lr=1e-4, precision="bf16-mixed"))
     inputs, targets = tokens_of(config, batch, seq, "cpu")
     rows = Batch(inputs, targets)
     if device == "cuda":

@@ -3,13 +3,18 @@
 import pytest
 import torch
 
+from acceleration.gpu import relative_error
 from scratchlm import ModelConfig, TransformerLM
 from scratchlm.config.lora import LoRA
+from scratchlm.data import Batch
 from scratchlm.errors import ScratchLMError
 from scratchlm.quantization.convert import quantize_base, recompute_matrices, round_weights
 from scratchlm.quantization.layers import QuantizedLayer
 from scratchlm.quantization.rule import choose_base
+from scratchlm.training.learner import Learner
 from scratchlm.training.lora import apply_lora, merge, set_adapters
+from scratchlm.training.settings import TrainConfig
+from scratchlm.training.step import take_step
 from scratchlm.training.tuning import Tuning
 
 CONFIG = ModelConfig(vocab_size=90, context_length=16, d_model=64, num_layers=2, num_heads=4)
@@ -109,3 +114,48 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match="got quantize='nf4' without lora"):
         Tuning(quantize="nf4")
     assert Tuning.from_dict(Tuning(LoRA(), "nf4").to_dict()) == Tuning(LoRA(), "nf4")
+
+
+def gradients(config, to, lora, device, dtype, **settings):
+    """Take steps by a learner; return the losses, the last gradients, and what was warned of."""
+    model = TransformerLM(config, device=device, dtype=dtype)
+    model.reset_parameters(torch.Generator(device).manual_seed(0))
+    quantize_base(model, to)
+    apply_lora(model, lora)
+    warned = []
+    learner = Learner(model, TrainConfig(batch_size=2, **settings), warn=warned.append)
+    ids = torch.randint(config.vocab_size, (2, 129), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    losses = [take_step(learner, batch, step, 1e-3).loss for step in range(1, 6)]
+    return losses, {name: p.grad.clone() for name, p in learner.parameters.items()}, warned, learner
+
+
+def test_compiled_blocks_learn_the_same_without_a_break():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = CONFIG.replace(context_length=128), "nf4", LoRA(4, dora=True), "cpu", torch.float32
+    losses, grads, warned, _ = gradients(*options, precision="fp32", compile="block")
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    expected, others, _, _ = gradients(*options, precision="fp32")
+    assert not warned
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, grad in grads.items():
+        assert relative_error(grad, others[name]) < 1e-4, name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_on_a_gpu_steps_are_compiled_and_recorded(to, dora):
+    config = ModelConfig(512, 128, 256, 2, 4, 512)
+    options = config, to, LoRA(8, dora=dora), "cuda", torch.bfloat16
+    losses, grads, warned, learner = gradients(*options)
+    assert not warned
+    assert learner.recorded is not None
+    assert learner.recorded._graph is not None
+    plain, others, _, _ = gradients(*options, compile="off", cuda_graph=False)
+    assert losses == pytest.approx(plain, rel=2e-3)
+    for name, grad in grads.items():
+        assert relative_error(grad, others[name]) < 0.05, name

@@ -292,7 +292,7 @@ def _settings(
     }
     if tuning.preference is not None:
         chosen["cuda_graph"] = False
-    if tuning.head is not None or tuning.quantize is not None:
+    if tuning.head is not None:
         chosen |= {"cuda_graph": False, "compile": "off"}
     return TrainConfig.from_dict({**chosen, **args.overrides})
 

@@ -233,10 +233,22 @@ _lower = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8, dtype=torch.float
 _upper = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
 NF4_TABLE = torch.cat([-_lower, torch.zeros(1, dtype=torch.float64), _upper.flip(0)])
 NF4_TABLE = (NF4_TABLE / _upper[0]).float()
+_nf4_tables: dict[torch.device, Tensor] = {}
+
+
+def _nf4_table(device: torch.device) -> Tensor:
+    """Return the table on a device: it stays there, as a recorded step cannot fetch it."""
+    table = _nf4_tables.get(device)
+    if table is None and torch.compiler.is_compiling():
+        return NF4_TABLE.to(device)
+    if table is None:
+        with torch.inference_mode(False):  # for steps of training, too
+            table = _nf4_tables[device] = NF4_TABLE.to(device)
+    return table
 
 
 def _pack_nf4(blocks: Blocks) -> Packed:
-    table = NF4_TABLE.to(blocks.device)
+    table = _nf4_table(blocks.device)
     half = _half(blocks.abs().amax(dim=1))
     between = (table[1:] + table[:-1]) / 2
     q = torch.bucketize(blocks * _inverse(_read_half(half)), between).to(torch.uint8)
@@ -245,7 +257,7 @@ def _pack_nf4(blocks: Blocks) -> Packed:
 
 def _unpack_nf4(packed: Packed) -> Blocks:
     q = torch.cat([packed[:, 2:] & 15, packed[:, 2:] >> 4], dim=1).int()
-    return NF4_TABLE.to(packed.device)[q] * _read_half(packed[:, :2])
+    return _nf4_table(packed.device)[q] * _read_half(packed[:, :2])
 
 
 # Rows: a float32 scale, then a byte a weight

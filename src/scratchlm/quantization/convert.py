@@ -92,6 +92,8 @@ def recompute_matrices(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             module.recomputes = True
+            row = module.packed.flatten(0, -2)[:1]
+            dequantize(row, module.format)  # before a step is recorded, what it reads is there
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class QuantizedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix, computed when somebody computes with it."""
-        return QuantizedWeight(self)
+        return self.dequantized() if torch.compiler.is_compiling() else QuantizedWeight(self)
 
     def dequantized(self) -> Float[Tensor, "*experts rows d_in"]:
         """Return the matrix that the bytes stand for."""
