@@ -111,8 +111,8 @@ def timed(run: Callable[[], list[tuple[float, bool]]]) -> tuple[list[tuple[float
     return found, time.perf_counter() - begin
 
 
-def make(config: ModelConfig, options: argparse.Namespace) -> tuple[Any, Engine, str]:
-    """Return the peer, our engine, and the peer's name, with the same weights."""
+def make(config: ModelConfig, options: argparse.Namespace) -> tuple[Any, Any, Engine, str]:
+    """Return transformers' model, the peer, our engine, the peer's name; with the same weights."""
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
@@ -135,13 +135,14 @@ def make(config: ModelConfig, options: argparse.Namespace) -> tuple[Any, Engine,
     if options.exact:
         pool = {"num_pages": engine.pool.num_pages, "page_size": engine.scheduler.page_size}
         engine = Engine(loaded.model, max_rows=engine.max_rows, exact=True, **pool)
-    return peer, engine, name
+    return theirs, peer, engine, name
 
 
 def compare(name: str, config: ModelConfig, options: argparse.Namespace) -> list[list[object]]:
     """Return rows of the table for one model."""
-    peer, engine, peer_name = make(config, options)
+    theirs, peer, engine, peer_name = make(config, options)
     rows = []
+    answers: list[tuple[Sequence[Pair], list[tuple[float, bool]], list[tuple[float, bool]]]] = []
     for what, pairs in workloads(config.vocab_size, options.cases or CASES.get(name, 16)).items():
 
         def ours(pairs: list[Pair] = pairs) -> list[tuple[float, bool]]:
@@ -154,18 +155,29 @@ def compare(name: str, config: ModelConfig, options: argparse.Namespace) -> list
             our_time = min(our_time, seconds)
             expected, seconds = timed(partial(peer, pairs))
             their_time = min(their_time, seconds)
-        apart = max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
+        answers.append((pairs, found, expected))
         same = sum(a == b for (_, a), (_, b) in zip(found, expected, strict=True))
         rows.append(
             [
                 *(name, what, peer_name),
                 *(f"{len(pairs) / t:.1f}" for t in (their_time, our_time)),
                 f"{their_time / our_time:.2f}×",
-                *(f"{apart:.1e}", f"{same} of {len(pairs)}"),
+                *(f"{apart(found, expected):.1e}", f"{same} of {len(pairs)}"),
             ]
         )
         print(" | ".join(map(str, rows[-1])), flush=True)
+    if options.dtype != "float32":  # whose rounding is it?
+        wide = PlainPeer(theirs.float(), options.batch_size)
+        for row, (pairs, found, expected) in zip(rows, answers, strict=True):
+            truth = wide(pairs)
+            row += [f"{apart(found, truth):.1e}", f"{apart(expected, truth):.1e}"]
+            print(" | ".join(map(str, row)), flush=True)
     return rows
+
+
+def apart(found: Sequence[tuple[float, bool]], others: Sequence[tuple[float, bool]]) -> float:
+    """Return the largest difference of two likelihoods."""
+    return max(abs(a - b) for (a, _), (b, _) in zip(found, others, strict=True))
 
 
 def main() -> None:
@@ -195,6 +207,8 @@ def main() -> None:
         *("model", "work", "peer", "peer pairs/s", "ours pairs/s", "ratio"),
         *("largest difference (nats)", "same greedy flags"),
     ]
+    if options.dtype != "float32":
+        header += ["ours from float32", "peer from float32"]
     where = machine()
     if options.device != "cpu":
         where = torch.cuda.get_device_name()

@@ -2,6 +2,7 @@
 
     python bench/fusions.py                         every preset, every fusion that runs on it
     python bench/fusions.py --only gpt2 --repeats 20
+    python bench/fusions.py --only gpt2 --fusions rms_norm --settings compile=off
 
 The gain is the share of the step that comes back when the fusion is left out:
 (without − with) / without. Steps as in `bench/train_gpu.py`: float32 residual stream, blocks
@@ -26,7 +27,7 @@ from scratchlm.config import PRESETS
 from scratchlm.training.apply import NO_WORKSPACE, WORKSPACE
 from train_gpu import Shape, median_seconds, our_step
 
-SETTINGS = {"precision": "bf16-mixed"}
+SETTINGS: dict[str, object] = {"precision": "bf16-mixed"}
 SHAPES = {
     "gpt2": Shape(PRESETS["cs336-gpt2"], 32, 1024, ""),
     "llama3.2-1b": Shape(replace(PRESETS["llama3.2-1b"], context_length=2048), 4, 2048, ""),
@@ -78,7 +79,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--fusions", nargs="*", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--settings", nargs="*", default=[], help="of training, as KEY=VALUE")
     options = parser.parse_args()
+    for word in options.settings:
+        key, _, value = word.partition("=")
+        SETTINGS[key] = {"true": True, "false": False}.get(value, value)
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a CUDA device")
     os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
@@ -105,9 +110,10 @@ def main() -> None:
         for fusion, group in GROUPS.items():
             if len(group) > 1:
                 body += f" {fusion}: left out together with {', '.join(group[:-1])}."
+        said = " ".join(options.settings)
         write_section(
-            "Fusions",
-            "python bench/fusions.py",
+            f"Fusions, {said}" if said else "Fusions",
+            "python bench/fusions.py" + (f" --settings {said}" if said else ""),
             torch.cuda.get_device_name(),
             versions("torch", "triton"),
             body,

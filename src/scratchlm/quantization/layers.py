@@ -64,18 +64,20 @@ class QuantizedLayer(nn.Module):
     @property
     def packed(self) -> UInt8[Tensor, "*experts rows bytes"]:
         """The bytes row by row, as in a file."""
-        rows = from_layout(self.stored, self.format.name, self.layout, self.shape[:-1].numel())
-        return rows.view(*self.shape[:-1], -1)
+        return self._rows(self.stored).view(*self.shape[:-1], -1)
+
+    def _rows(self, stored: Tensor) -> UInt8[Tensor, "rows bytes"]:
+        return from_layout(stored, self.format.name, self.layout, self.shape[:-1].numel())
 
     @property
     def weight(self) -> Tensor:
         """The matrix, computed when somebody computes with it."""
         return self.dequantized() if torch.compiler.is_compiling() else QuantizedWeight(self)
 
-    def dequantized(self) -> Float[Tensor, "*experts rows d_in"]:
+    def dequantized(self, stored: Tensor | None = None) -> Float[Tensor, "*experts rows d_in"]:
         """Return the matrix that the bytes stand for."""
-        packed = self.packed
-        return dequantize(packed.flatten(0, -2), self.format).view(self.shape).to(self.dtype)
+        rows = self._rows(self.stored if stored is None else stored)
+        return dequantize(rows, self.format).view(self.shape).to(self.dtype)
 
     def lay_out(self, layout: str) -> None:
         """Put the bytes in the order that a kernel reads them in; their number stays."""
@@ -232,8 +234,22 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        weight = ctx.layer.dequantized().to(dy.dtype)
+        stored = ctx.layer.stored
+        if torch.compiler.is_compiling():  # or it would see the same matrix twice, and keep one
+            stored = torch.ops.scratchlm.copy_after(stored, dy)
+        weight = ctx.layer.dequantized(stored).to(dy.dtype)
         return (dy @ weight).to(ctx.dtype), None
+
+
+@torch.library.custom_op("scratchlm::copy_after", mutates_args=())
+def _copy_after(stored: Tensor, later: Tensor) -> Tensor:
+    """Copy bytes, at a time when `later` is there."""
+    return stored.clone()
+
+
+@_copy_after.register_fake
+def _(stored: Tensor, later: Tensor) -> Tensor:
+    return torch.empty_like(stored)
 
 
 def quantized_layer(module: nn.Module, packed: Tensor, format: str) -> nn.Module:
