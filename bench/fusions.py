@@ -44,7 +44,6 @@ GROUPS = {
     "swiglu_gate": ["swiglu_gemm", "swiglu_gate"],
     "add_rms_norm": ["add_rms_norm"],
     "rms_norm": ["rms_norm"],
-    "embedding": ["embedding"],
     SHADOW: [],  # the Learner keeps none
     "chunked_lm_head_loss": ["chunked_lm_head_loss"],
 }

@@ -23,7 +23,6 @@ def kernels_on_a_gpu(monkeypatch, execution, d_head):
     monkeypatch.setattr(conditions, "compute_dtype", compute_dtype)
     monkeypatch.setattr(FastOps, "rms_norm", torch_rms_norm)
     monkeypatch.setattr(attention_kernels, "attend", attend)
-    monkeypatch.setattr(f"{KERNELS}.triton.embedding.embedding_forward", look_up)
     monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.rms_norm", rms_norm)
     monkeypatch.setattr(f"{KERNELS}.triton.rms_norm.add_rms_norm", AddNorm.apply)
     monkeypatch.setattr(f"{KERNELS}.triton.qkv_norm_rope.qkv_norm_rope", qkv_norm_rope)
@@ -53,16 +52,6 @@ def accelerated_model(config, execution, dtype=None):
 
 def compute_dtype(x):
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-
-
-def look_up(ids, weight, out_dtype):
-    """Inside the embedding's own autograd function, which saves what it saves; row by row, as
-    the kernel needs no other memory.
-    """
-    out = torch.empty(*ids.shape, weight.shape[1], dtype=out_dtype)
-    for row, id_ in zip(out.view(-1, weight.shape[1]), ids.flatten().tolist(), strict=True):
-        row.copy_(weight[id_])
-    return out
 
 
 # Norms

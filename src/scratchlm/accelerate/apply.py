@@ -123,9 +123,6 @@ def _rows_of(name: str, module: nn.Module, x: Tensor, context: ForwardContext) -
 
 def _example(module: nn.Module, weight: Tensor, batch: int, seq: int) -> Tensor:
     """Return a tensor like the module's input, without memory of its own."""
-    if hasattr(module, "padding_id"):  # an embedding
-        with FakeTensorMode():
-            return torch.zeros(batch, seq, dtype=torch.int64, device=weight.device)
     inner = getattr(module, "weight", None)
     width = inner.shape[-1] if isinstance(inner, Tensor) else getattr(module, "d_model", 0)
     for part in ("w1", "ln2", "lm_head"):  # of a feed-forward layer, a block, a model

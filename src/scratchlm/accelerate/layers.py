@@ -23,7 +23,6 @@ from scratchlm.model import (
     SwiGLU,
     TransformerBlock,
 )
-from scratchlm.ops.ranges import check_range
 
 # Linear
 
@@ -85,33 +84,7 @@ class AcceleratedLinear(Linear):
 # Embedding
 
 
-def _why_no_embedding_kernel(
-    module: AcceleratedEmbedding, ids: Tensor, context: object
-) -> str | None:
-    weight = module.weight
-    reason = conditions.why_no_kernel(weight)
-    if reason is not None:
-        return reason
-    if not weight.requires_grad or torch.compiler.is_compiling():
-        return "the table does not learn, or a compiler looks on"
-    whole = ids.dtype in (torch.int32, torch.int64) and ids.device == weight.device
-    return None if whole and weight.is_contiguous() else "ids or table the kernel cannot read"
-
-
-EMBEDDING = Fusion(
-    "embedding",
-    "lookup whose gradient is summed over sorted ids, in one order",
-    takes=Embedding,
-    absorbs=(),
-    ops=("embedding",),
-    condition=_why_no_embedding_kernel,
-    keeps="the ids",
-    kernels=("_embedding_kernel", "_embedding_backward_kernel", "_embedding_combine_kernel"),
-    gain="GPT-2 124M 1.0 %; with precision=bf16-residual more, not left out alone yet",
-)
-
-
-@accelerates(Embedding, EMBEDDING)
+@accelerates(Embedding)
 class AcceleratedEmbedding(Embedding):
     """A table of vectors, looked up by id."""
 
@@ -119,14 +92,9 @@ class AcceleratedEmbedding(Embedding):
     low_precision = False  # whether rows are rounded as autocast rounds a product's input
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Look every id up; the kernel marks ids outside the table as it writes."""
-        dtype = conditions.compute_dtype(self.weight) if self.low_precision else self.weight.dtype
-        if not (conditions.trains_by_kernel(self.weight) and EMBEDDING.runs(self, token_ids)):
-            return super().forward(token_ids).to(dtype)
-        from scratchlm.accelerate.kernels.triton.embedding import embedding
-
-        check_range(token_ids, len(self.weight), "token id")
-        return embedding(token_ids, self.weight, self.padding_id, dtype)
+        """Look every id up."""
+        rows = super().forward(token_ids)
+        return rows.to(conditions.compute_dtype(self.weight)) if self.low_precision else rows
 
 
 # RMSNorm
@@ -150,7 +118,7 @@ RMS_NORM = Fusion(
     condition=_why_no_norm_kernel,
     keeps="x",
     kernels=("_rms_norm_kernel", "_rms_norm_backward_kernel", "_rms_norm_dweight_kernel"),
-    gain="none in a compiled step; add_rms_norm's kernel, for eager steps",
+    gain="GPT-2 124M 3.1 % where nothing is compiled; in a compiled step none",
 )
 
 
