@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "one GPU, neither compiled nor recorded": {"compile": "off", "cuda_graph": False},
     "zero1": {"parallel": "zero1"},
     "fsdp": {"parallel": "fsdp"},
-    "zero1 × tp 2": {"parallel": "zero1", "tp": 2},
     "fsdp × tp 2": {"parallel": "fsdp", "tp": 2},
     "fsdp, compiled": {"parallel": "fsdp", "compile": "block"},  # last: it compiles for long
 }
-HEADER = ["rank", "account, GiB", "peak, GiB", "error", "step, ms", "one GPU's, ms", "ratio"]
-BODY = """One rank of {gpus} at the batch one GPU has ({shape}: {batch} × {seq} tokens); its
-collectives are copies within the GPU, so nothing here is a speed of several. Marks: memory within
-5 % of the account, the step at most 3 % slower than one GPU's; a rank of tp 2 does half of its
-products. All settings are the defaults where nothing is said. Peak: by torch's allocator, less
-what was there before the rank; medians of {blocks} blocks of {block} steps, taken in turns.
+HEADER = [
+    "shape",
+    "rank",
+    "account, GiB",
+    "peak, GiB",
+    "error",
+    "step, ms",
+    "one GPU's, ms",
+    "ratio",
+]
+BODY = """One rank of {gpus} at the batch one GPU has ({shapes}); its collectives are copies
+within the GPU, so nothing here is a speed of several. Marks: memory within 5 % of the account; the
+step of zero1, the default, at most 3 % slower than one GPU's. fsdp is launched layer by layer and
+waits for the host where layers are small; a rank of tp 2 does half of its products. All settings
+are the defaults where nothing is said. Peak: by torch's allocator, less what was there before the
+rank; medians of {blocks} blocks of {block} steps, taken in turns.
 
 {rows}
 """
@@ -207,7 +217,6 @@ def measure(
     shape: Any, kinds: list[str], device: torch.device, blocks: int, note: Callable[..., None]
 ) -> None:
     """Note a row for one GPU and for each kind of rank."""
-    draw_spare(device, 1 << (27 if device.type == "cuda" else 16))
     alone = Stepper(shape, {}, device, None)
     note("one GPU", *sizes(shape, {}, alone.peak), f"{alone.take(BLOCK) * 1e3:.1f}", "", "")
     for kind in kinds:
@@ -304,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model; nothing is written")
-    parser.add_argument("--shape", default="medium")
+    parser.add_argument("--shape", nargs="+", default=["medium", "llama3.2-1b"])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--gloo", action="store_true", help="two ranks, no fake group")
@@ -316,10 +325,8 @@ def main() -> None:
     from scratchlm import ModelConfig
     from train_gpu import SHAPES
 
-    shape = SHAPES[options.shape]
-    if options.tiny:
-        shape = replace(shape, config=ModelConfig(512, 32, 64, 2, 4, 128), batch=2, seq=32)
     device = torch.device(options.device, *([0] if options.device == "cuda" else []))
+    draw_spare(device, 1 << (27 if device.type == "cuda" else 16))
     rows: list[list[str]] = []
     began = time.perf_counter()
 
@@ -328,11 +335,10 @@ def main() -> None:
         print(f"{time.perf_counter() - began:5.0f} s", " | ".join(row), flush=True)
         if options.tiny:
             return
+        sizes = [f"{name}: {SHAPES[name].batch} × {SHAPES[name].seq:,}" for name in options.shape]
         body = BODY.format(
             gpus=GPUS,
-            shape=options.shape,
-            batch=shape.batch,
-            seq=f"{shape.seq:,}",
+            shapes=f"{', '.join(sizes)} tokens",
             blocks=options.blocks,
             block=BLOCK,
             rows=table(HEADER, rows),
@@ -341,7 +347,11 @@ def main() -> None:
         command = "python bench/ranks_gpu.py"
         write_section("Several ranks on one GPU", command, where, versions("torch", "triton"), body)
 
-    measure(shape, options.kinds, device, options.blocks, note)
+    for name in options.shape:
+        shape = SHAPES[name]
+        if options.tiny:
+            shape = replace(shape, config=ModelConfig(512, 32, 64, 2, 4, 128), batch=2, seq=32)
+        measure(shape, options.kinds, device, options.blocks, partial(note, name))
 
 
 if __name__ == "__main__":
