@@ -110,6 +110,17 @@ def test_errors_are_one_line_and_leave_no_files(tmp_path, monkeypatch, arguments
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_that_is_there_stays(tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("some text")
+    assert run("tokenizer", "train", text, "--char", "--out", out).status == 0
+    before = (out / "tokenizer.json").read_bytes()
+    done = run("tokenizer", "train", text, "--vocab-size", 258, "--out", out)
+    assert done.status == 2
+    assert "tokenizer.json exists already and is not overwritten" in done.stderr
+    assert (out / "tokenizer.json").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -81,6 +81,8 @@ def train(
 
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a directory; {out} is a file")
+    if (there := out / "tokenizer.json").exists():
+        raise ValueError(f"{there} exists already and is not overwritten")
     tokenizer: AnyTokenizer
     if char:
         if vocab_size is not None:
@@ -101,7 +103,11 @@ def train(
         if not stages:
             raise ValueError(f"nothing to learn from: {', '.join(files)} is empty")
         tokenizer = Tokenizer(vocab, merges, special, pattern)
-    path = tokenizer.save(out)
+    try:
+        path = tokenizer.save(out)
+    except BaseException:
+        there.unlink(missing_ok=True)  # it may be there, and not yet safely
+        raise
     say(f"{path}: {tokenizer.vocab_size:,} tokens")
     if vocab_size is not None and tokenizer.vocab_size < vocab_size:
         say(
