@@ -162,12 +162,12 @@ def parametrized(model, name):
 
 
 @contextlib.contextmanager
-def patched(model, name):
+def patched(model, name, method="forward"):
     module = model.get_submodule(name)
-    run = module.forward
-    module.forward = lambda *args, **kwargs: perturb(run(*args, **kwargs))
+    run = getattr(module, method)
+    setattr(module, method, lambda *args, **kwargs: perturb(run(*args, **kwargs)))
     yield
-    del module.forward
+    delattr(module, method)
 
 
 @contextlib.contextmanager

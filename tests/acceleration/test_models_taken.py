@@ -321,13 +321,15 @@ def test_a_router_with_a_bias_and_changed_settings_of_experts_are_not_taken():
         assert why_not_cpu(model) is not None
 
 
-def test_a_class_that_is_patched_is_called(monkeypatch):
-    model = build(PLAIN, dtype=torch.float32)
+@pytest.mark.parametrize("how", [accelerate, plain])
+def test_a_class_that_is_patched_is_called(how, monkeypatch):
+    model = how(build(PLAIN, dtype=torch.float32))
     before, runner = logprobs(model), Engine(model, num_pages=1).runner
     assert runner.unchanged
     forward = SwiGLU.forward
     monkeypatch.setattr(SwiGLU, "forward", lambda self, x: forward(self, x) * 2)
     assert not runner.unchanged
-    assert why_not_cpu(model) == "a class SwiGLU that is patched"
+    kind = "SwiGLU" if how is plain else "AcceleratedSwiGLU"
+    assert why_not_cpu(model) == f"a class {kind} that is patched"
     assert logprobs(model) == pytest.approx(logprobs(model, accelerate=False), abs=1e-5)
     assert logprobs(model) != pytest.approx(before, abs=1e-3)

@@ -9,7 +9,8 @@ only, not by `loss` and `generate`, which stop at the hidden states before the h
 """
 
 import contextlib
-from functools import partial
+from functools import partial, partialmethod, wraps
+from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +30,27 @@ from acceleration.paths import (
     differs,
     generated,
     make,
+    patched,
+    perturb,
     replaced,
     tokens_for,
 )
 from scratchlm.accelerate import accelerate, plain
 from scratchlm.inference import GREEDY, stream
+from scratchlm.model import (
+    MLP,
+    Embedding,
+    LayerNorm,
+    Linear,
+    MultiHeadSelfAttention,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TiedHead,
+    TransformerBlock,
+    TransformerLM,
+)
+from scratchlm.ops import FastOps
 from scratchlm.training import Learner, TrainConfig
 
 ROOT_IS_CALLED_BY = ("forward", "cached forward")
@@ -173,6 +190,17 @@ def test_a_global_hook_sees_every_module_on_every_path(name, mode):
         assert seen >= expected, f"{mode} {name} in {path}: never seen {sorted(expected - seen)}"
 
 
+def test_a_call_of_modules_that_is_patched_sees_every_one_in_generation(monkeypatch):
+    model, seen = build("qwen3", "accelerated"), set()
+    call = nn.Module.__call__
+    monkeypatch.setattr(
+        nn.Module, "__call__", lambda m, *g, **n: (seen.add(m), call(m, *g, **n))[1]
+    )
+    generated(model, accelerate=True)
+    missed = {n for n, m in model.named_modules() if n in called_modules(model) and m not in seen}
+    assert missed == {""}
+
+
 @modes
 @models
 def test_a_hook_put_on_in_the_middle_of_a_stream_fires_from_then_on(name, mode):
@@ -231,6 +259,51 @@ def test_a_wrapper_that_changes_nothing_changes_nothing(name):
                 if not alike(run(model), expected[path]):
                     missed.append(f"{module_name} in {path}")
     assert not missed, "\n".join(missed)
+
+
+# Methods patched in their class
+
+METHODS = [
+    *((cls, "forward") for cls in (Linear, Embedding, TiedHead, RMSNorm, LayerNorm, SwiGLU, MLP)),
+    *((MultiHeadSelfAttention, n) for n in ("forward", "attend", "project", "qkv", "split_heads")),
+    *((RotaryEmbedding, n) for n in ("forward", "tables")),
+    *((TransformerBlock, n) for n in ("forward", "feed_forward")),
+    *((TransformerLM, n) for n in ("head_loss", "hidden", "_embed")),
+    *((FastOps, n) for n in ("linear", "rms_norm", "silu", "rope", "attention", "cross_entropy")),
+]
+
+
+def perturbed(method):
+    return lambda self, *given, **named: perturb(method(self, *given, **named))
+
+
+WAYS = {  # to put another function in the place of a method
+    "a function": perturbed,
+    "a function of the same name": lambda method: wraps(method)(perturbed(method)),
+    "a partial method": lambda method: partialmethod(perturbed(method)),
+    "a mock": lambda method: mock.create_autospec(method, side_effect=perturbed(method)),
+}
+
+
+def methods_of(model):
+    for cls, name in METHODS:
+        if cls is FastOps or any(isinstance(module, cls) for module in model.modules()):
+            yield cls, name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_method_patched_in_its_class_is_called_on_every_path(name, way, monkeypatch):
+    own, model, missed = make(name), build(name, "accelerated"), []
+    for cls, method in methods_of(model):
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, method, WAYS[way](getattr(cls, method)))
+            for path, run in paths_of("any", "accelerated"):
+                if not alike(run(model), PATHS[path](own)):
+                    missed.append(f"{cls.__name__}.{method} in {path}")
+    assert not missed, "\n".join(missed)
+    for path, run in paths_of("any", "accelerated"):
+        assert alike(run(model), PATHS[path](own)), path
 
 
 # Functions of functions
@@ -311,6 +384,29 @@ def test_a_changed_module_is_called_beside_kernels(change, monkeypatch):
     assert alike(few_gradients(model), expected)
 
 
+def test_a_method_patched_in_its_class_is_called_beside_kernels(monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model, missed = build("qwen3", "accelerated", device=DEVICE, num_layers=1), []
+    expected, way = few_gradients(model), WAYS["a function of the same name"]
+    for cls, method in methods_of(model):
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, method, way(getattr(cls, method)))
+            if not differs(few_gradients(model), expected):
+                missed.append(f"{cls.__name__}.{method}")
+    assert not missed, "\n".join(missed)
+    assert alike(few_gradients(model), expected)
+
+
+@pytest.mark.parametrize("method", ["attend", "project", "qkv", "split_heads"])
+def test_a_method_patched_in_its_module_is_called_beside_kernels(method, monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model = build("qwen3", "accelerated", device=DEVICE, num_layers=1)
+    expected = few_gradients(model)
+    with patched(model, "layers.0.attn", method):
+        assert differs(few_gradients(model), expected)
+    assert alike(few_gradients(model), expected)
+
+
 # Compiled
 
 
@@ -327,8 +423,8 @@ def _compiler():
     torch._dynamo.reset()
 
 
-def compiled(name, mode, backend):
-    model = build(name, mode, num_layers=1)
+def compiled(name, mode, backend, device="cpu"):
+    model = build(name, mode, num_layers=1, device=device)
     for layer in model.layers:
         layer.compile(backend=backend)
     return model, [n for n in called_modules(model) if n.startswith("layers.")]
@@ -387,6 +483,19 @@ def test_a_change_of_a_compiled_block_is_used(mode, change):
         with CHANGES[change](model, n):
             assert differs(PATHS["backward"](model), expected), n
         assert alike(PATHS["backward"](model), expected), n
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_method_patched_in_a_compiled_block_is_called_beside_kernels(monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model, _ = compiled("qwen3", "accelerated", "eager", DEVICE)
+    expected = few_gradients(model)
+    for n in ("attn.q_norm", "ln2", "ffn.w1"):
+        with patched(model, f"layers.0.{n}"):
+            assert differs(few_gradients(model), expected), n
+    with patched(model, "layers.0.attn", "qkv"):
+        assert differs(few_gradients(model), expected)
+    assert alike(few_gradients(model), expected)
 
 
 @modes

@@ -232,6 +232,15 @@ def test_a_hooked_quantised_layer_is_called():
     assert len(with_runner[0].token_ids) == 4
 
 
+def test_a_table_whose_numbers_are_patched_is_what_a_tied_head_multiplies_by():
+    model, tokens = model_for("tied", "q8_0"), torch.tensor([[1, 2, 3]])
+    table = model.token_embeddings
+    table.dequantized = lambda: type(table).dequantized(table) * 2
+    with torch.inference_mode():
+        got = model(tokens)
+        torch.testing.assert_close(got, plain(model)(tokens), rtol=0, atol=0.02 * got.norm())
+
+
 def test_formats_without_a_kernel_are_refused_by_name():
     model = model_for("gated", "int8")
     assert "in int8, not in panels" in why_not_runner(model)["cpu_runner"]

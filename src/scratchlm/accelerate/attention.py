@@ -121,6 +121,7 @@ QKV_ROPE_ATTENTION = Fusion(
         "_dkv_group_sum_kernel",
     ),
     gain="GPT-2 124M 7.6 to 8.1 %, GPT-2 XL 4.3 %, Llama-3.2-1B 0.9 to 1.8 %",
+    skips=("project", "qkv", "split_heads"),
 )
 QKV_NORM_ROPE = Fusion(
     "qkv_norm_rope",
@@ -134,6 +135,7 @@ QKV_NORM_ROPE = Fusion(
     kernels=("_qkv_norm_rope_kernel", "_qkv_norm_rope_backward_kernel"),
     gain="Qwen3-0.6B 3.7 %, Qwen3-1.7B 1.7 %",
     adds_adapters=True,
+    skips=("qkv", "split_heads"),
 )
 QKV_JOINED = Fusion(
     "qkv_joined",

@@ -26,7 +26,6 @@ from scratchlm.accelerate.table import (
     is_class_patched,
     is_patched,
     is_plain,
-    methods,
 )
 from scratchlm.config import ModelConfig
 from scratchlm.model import Embedding, ExpertLinear, Linear, TransformerLM
@@ -276,10 +275,7 @@ class Unchanged:
         named = [(d, n) for d in self._attributes for n in (*SETTINGS, *OF_MODULES) if n in d]
         self._owners, self._names = [d for d, _ in named], [n for _, n in named]
         self._settings = self._setting_values()
-        kinds_of: list[Any] = list(set(self._classes))
-        written = [(cls, name) for cls in kinds_of for name in methods(cls)]
-        self._defining, self._method_names = [c for c, _ in written], [n for _, n in written]
-        self._methods = self._class_methods()
+        self._kinds = set(self._classes)
         self._children = [m._modules for m in modules if m._modules]
         self._found = self._submodules()
 
@@ -288,9 +284,6 @@ class Unchanged:
 
     def _setting_values(self) -> list[object]:
         return list(map(dict.get, self._owners, self._names))
-
-    def _class_methods(self) -> list[object]:
-        return list(map(getattr, self._defining, self._method_names))
 
     def _is_patched(self) -> bool:
         sizes = list(map(len, self._attributes))
@@ -313,7 +306,7 @@ class Unchanged:
             and self._submodules() == self._found
             and not self._is_patched()
             and self._setting_values() == self._settings
-            and self._class_methods() == self._methods
+            and not any(map(is_class_patched, self._kinds))
             and list(map(type, self._modules)) == self._classes
             and self._op_sets() == self._ops
             and not has_global_hooks()

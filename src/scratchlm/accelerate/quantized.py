@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scratchlm.accelerate.kernels import launches_for
-from scratchlm.accelerate.table import Fusion, accelerates
+from scratchlm.accelerate.table import Fusion, accelerates, is_class_patched, is_patched
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import TiedHead, check_width
 from scratchlm.ops import native
@@ -61,6 +61,8 @@ def _table(module: Any) -> QuantizedLayer:
 
 
 def _why_no_product(layer: QuantizedLayer, x: Tensor, layout: str) -> str | None:
+    if is_patched(layer) or is_class_patched(type(layer)):
+        return "a method of the matrix's layer is patched"
     if layer.layout != layout:
         return f"bytes laid out in {layer.layout}, not in {layout}"
     if torch.is_grad_enabled() and x.requires_grad:
