@@ -325,6 +325,9 @@ def test_a_model_can_be_transformed(name, mode):
     got = torch.func.grad(loss_of)(weights, tokens)
     for n, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(got[n], gradient, msg=n)
+    along = {n: torch.randn_like(weight) for n, weight in weights.items()}
+    _, slope = torch.func.jvp(lambda w: loss_of(w, tokens), (weights,), (along,))
+    torch.testing.assert_close(slope, sum((along[n] * got[n]).sum() for n in weights))
     if name == "mixtral":
         return  # its load-balancing loss is a statistic of all rows
     by_row = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(weights, tokens[:, None])
@@ -405,6 +408,21 @@ def test_a_method_patched_in_its_module_is_called_beside_kernels(method, monkeyp
     with patched(model, "layers.0.attn", method):
         assert differs(few_gradients(model), expected)
     assert alike(few_gradients(model), expected)
+
+
+def test_a_model_can_be_transformed_beside_kernels(monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    model = build("qwen3", "accelerated", device=DEVICE, num_layers=1)
+    weights, tokens = dict(model.named_parameters()), tokens_for(model, 1, 3)
+
+    def loss_of(weights):
+        with torch.nn.utils.stateless._reparametrize_module(model, weights):
+            return model.loss(tokens, tokens.roll(-1, 1))
+
+    expected = torch.autograd.grad(loss_of(weights), weights.values())
+    got = torch.func.grad(loss_of)(weights)
+    for n, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(got[n], gradient, msg=n, atol=1e-5, rtol=1e-4)
 
 
 # Compiled

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from scratchlm.accelerate.kernels import launches_for
+from scratchlm.ops.ranges import is_transformed
 
 
 def trains_by_kernel(x: Tensor) -> bool:
     """Whether the kernels with a backward pass of their own are for this input."""
-    return torch.is_grad_enabled() and x.dtype != torch.float64 and launches_for(x)
+    wanted = torch.is_grad_enabled() and x.dtype != torch.float64 and not is_transformed()
+    return wanted and launches_for(x)
 
 
 def why_no_kernel(x: Tensor) -> str | None:
@@ -21,6 +23,8 @@ def why_no_kernel(x: Tensor) -> str | None:
         return None
     if not torch.is_grad_enabled():
         return "for training only: gradients are off"
+    if is_transformed():
+        return "functions are being transformed (torch.func)"
     return "for float64" if x.dtype == torch.float64 else "no current CUDA device with Triton"
 
 

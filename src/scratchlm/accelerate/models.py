@@ -26,7 +26,7 @@ def _why_no_chunks(module: TransformerLM, hidden: Tensor, context: object) -> st
     head = module.lm_head
     if not isinstance(head, (Linear, TiedHead)) or getattr(head, "bias", None) is not None:
         return "a head that is not a plain matrix"
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed():
         return "functions are being transformed (torch.func)"
     if torch.compiler.is_compiling() and not supports_compiled(hidden, head.weight):
         return "a compiler fuses head and loss its own way"

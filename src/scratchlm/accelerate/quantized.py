@@ -20,6 +20,7 @@ from scratchlm.accelerate.table import Fusion, accelerates, is_class_patched, is
 from scratchlm.model import TransformerLM
 from scratchlm.model.layers import TiedHead, check_width
 from scratchlm.ops import native
+from scratchlm.ops.ranges import is_transformed
 from scratchlm.quantization.layers import (
     QuantizedEmbedding,
     QuantizedExpertLinear,
@@ -67,7 +68,9 @@ def _why_no_product(layer: QuantizedLayer, x: Tensor, layout: str) -> str | None
         return f"bytes laid out in {layer.layout}, not in {layout}"
     if torch.is_grad_enabled() and x.requires_grad:
         return "a gradient is asked for"
-    return "a compiler looks on" if torch.compiler.is_compiling() else None
+    if torch.compiler.is_compiling():
+        return "a compiler looks on"
+    return "functions are being transformed (torch.func)" if is_transformed() else None
 
 
 def _why_no_cpu_product(module: Any, x: Tensor, context: object) -> str | None:

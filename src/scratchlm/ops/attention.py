@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scratchlm.ops import native, short_attention
 from scratchlm.ops.masks import CausalMask, Mask, are_groups
-from scratchlm.ops.ranges import constant_in_graphs, is_transformed
+from scratchlm.ops.ranges import constant_in_graphs, goes_forward, is_transformed
 
 # Queries handled at a time when the mask is not plain causal: the (query, key) table is formed
 # for one chunk only, so memory grows linearly with the sequence.
@@ -22,14 +24,14 @@ TOKENS_FROM, CHANNELS_UP_TO = 48, 128
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool = False) -> Tensor:
     """softmax(Q Kᵀ / √d_k) V; `grouped`: with fewer heads of keys and values than of queries."""
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        return _by_torch(q, k, v, enable_gqa=grouped)
     if not isinstance(mask, CausalMask):
         return _attend_with_table(q, k, v, mask, grouped, may_blind=True)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     if mask.is_plain and mask.start == 0 and num_queries == num_keys:
         return _attend_causal(q, k, v, grouped)
     if mask.is_plain and num_queries == 1 and num_keys == mask.start + 1:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        return _by_torch(q, k, v, enable_gqa=grouped)
     if num_queries <= QUERY_CHUNK:
         return _attend_chunk(q, k, v, mask, range(num_queries), grouped)
     parts = []
@@ -60,9 +62,17 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         return short_attention.attend(q, k, v)
     # cuDNN plans anew for every length: that pays in training, where lengths do not change.
     if not (q.is_cuda and torch.is_grad_enabled()):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _by_torch(q, k, v, is_causal=True, enable_gqa=grouped)
     with sdpa_kernel(_KERNELS, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _by_torch(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Torch's attention; of its kernels one alone has derivatives going forward."""
+    if goes_forward():
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, **how)
+    return F.scaled_dot_product_attention(q, k, v, **how)
 
 
 def _supports_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -74,7 +84,7 @@ def _supports_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] <= CHANNELS_UP_TO
         and q.dtype == k.dtype == v.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and (torch.compiler.is_compiling() or not is_transformed())
+        and not is_transformed()
     )
 
 
@@ -101,7 +111,7 @@ def _attend_chunk(
 def _attend_with_table(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, grouped: bool, may_blind: bool
 ) -> Tensor:
-    attn_out = F.scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+    attn_out = _by_torch(q, k, v, attn_mask=table, enable_gqa=grouped)
     if not may_blind:
         return attn_out
     # Some of torch's GPU kernels average over all keys where a query sees none.

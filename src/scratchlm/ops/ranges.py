@@ -40,8 +40,14 @@ def is_transformed() -> bool:
     Values cannot be read then, and an operation of ours has a backward pass alone: other
     derivatives of it would be zeros.
     """
-    levels = torch._C._functorch.peek_interpreter_stack()
-    return levels is not None or torch.autograd.forward_ad._current_level >= 0
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or goes_forward()
+
+
+def goes_forward() -> bool:
+    """Whether derivatives are taken going forward: `torch.func.jvp`, or dual numbers."""
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def check_range(index: Tensor, limit: int, what: str) -> None:

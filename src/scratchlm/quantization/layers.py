@@ -19,7 +19,7 @@ from scratchlm.model.layers import Embedding, Linear, TiedHead, check_width
 from scratchlm.model.moe import ExpertLinear
 from scratchlm.ops import Ops
 from scratchlm.ops.quantized import dequantize, get_format, quantized_linear, rounded
-from scratchlm.ops.ranges import check_range, keep_in_range, mark
+from scratchlm.ops.ranges import check_range, goes_forward, is_transformed, keep_in_range, mark
 from scratchlm.quantization.layouts import ROWS, copy_into, from_layout, to_layout
 
 
@@ -190,6 +190,8 @@ class QuantizedExpertLinear(QuantizedLayer):
         self, x: Float[Tensor, "rows d_in"], ends: Int[Tensor, " experts"]
     ) -> Float[Tensor, "rows d_out"]:
         """Apply each expert's map to its rows; matrices of experts without rows are not read."""
+        if is_transformed():
+            return self.ops.grouped_linear(x, self.dequantized().to(x.dtype), ends)
         stored = self.stored.view(self.shape[0], -1, self.stored.shape[-1])
         groups = x.tensor_split(ends[:-1].long().cpu())
         wide = [
@@ -208,12 +210,12 @@ class QuantizedExpertLinear(QuantizedLayer):
 def rounds(layer: QuantizedLayer, x: Tensor) -> bool:
     """Whether a product rounds x to 8 bits."""
     wanted = torch.is_grad_enabled() and x.requires_grad
-    return layer.format.int8_activations and not wanted
+    return layer.format.int8_activations and not (wanted or goes_forward())
 
 
 def product(layer: QuantizedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by the matrix of a layer, by the formula."""
-    if layer.recomputes and torch.is_grad_enabled() and x.requires_grad:
+    if layer.recomputes and torch.is_grad_enabled() and x.requires_grad and not is_transformed():
         y: Tensor = _Recomputed.apply(x, layer)
         return y if bias is None else y + bias.to(y.dtype)
     if rounds(layer, x):
