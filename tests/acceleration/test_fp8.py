@@ -205,10 +205,14 @@ def test_gradients_have_the_wider_range_of_e5m2():
     assert error(found[1], torch.full_like(found[1], 16e-7)) < 0.3
 
 
-def test_a_plain_model_is_refused():
+def test_a_plain_model_and_other_ops_are_refused():
     config = ModelConfig(64, 16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
-    with pytest.raises(ScratchLMError, match="needs an accelerated model"):
-        fp8.enable_fp8(build_model(config, 0, DEVICE))
+    for model in (
+        build_model(config, 0, DEVICE),
+        accelerate(build_model(config, 0, DEVICE, "reference")),
+    ):
+        with pytest.raises(ScratchLMError, match="needs an accelerated model with the fast ops"):
+            fp8.enable_fp8(model)
 
 
 # SwiGLU as one autograd function

@@ -455,6 +455,15 @@ def test_settings_without_effect_are_named(cli, tmp_path, text):
     words = ("train.schedule=constant", "train.min_lr=1e-5")
     _, _, err = cli("train", text, "--out", tmp_path / "c", "--steps", 1, *SMALL, *words)
     assert "train.min_lr has no effect without a schedule that falls" in err
+    words = ("train.eval_every=0", "train.patience=2", "train.eval_batches=3", "train.shares=9")
+    words += ("train.batch_size=4", "train.accelerate=true", "--ops", "reference")
+    _, _, err = cli("train", text, "--out", tmp_path / "d", "--steps", 1, *SMALL, *words)
+    assert [line for line in err.splitlines() if "no effect" in line] == [
+        "warning: train.eval_batches has no effect with train.eval_every=0",
+        "warning: train.patience has no effect with train.eval_every=0",
+        "warning: train.shares has no effect beyond the 4 rows computed at a time",
+        "warning: train.accelerate has no effect with --ops reference",
+    ]
 
 
 def test_a_part_is_named_by_its_kind_with_its_keys_in_any_order(cli, tmp_path, text):

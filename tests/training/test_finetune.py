@@ -28,14 +28,17 @@ from scratchlm.checkpoint import (
     write_checkpoint,
 )
 from scratchlm.cli import main, starting
+from scratchlm.cli.training_checks import name_unused
 from scratchlm.cli.tuning_setup import TuneArgs, split
+from scratchlm.config.heads import TaskHead
 from scratchlm.config.lora import LoRA
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import load_model
-from scratchlm.training import session
+from scratchlm.training import Learner, TrainConfig, session
 from scratchlm.training.plan import read_plan
+from scratchlm.training.tuning import Tuning, check_tuning
 from training.tiny import log_of
 
 with warnings.catch_warnings():
@@ -334,6 +337,29 @@ def test_a_mistake_is_one_line_and_leaves_no_run(words, message, base, chats, tm
     assert len(line) == 1
     assert re.search(message, " ".join(err.split()))
     assert not run.exists()
+
+
+def test_settings_without_effect_in_fine_tuning_are_named(tuned):
+    told, typed = [], {"rows": "documents", "document_mask": True, "eval_batches": 2}
+    name_unused(typed, read_plan(tuned), None, "fast", told.append)
+    assert told == [
+        "warning: train.rows has no effect in fine-tuning, which has rows of examples",
+        "warning: train.document_mask has no effect in fine-tuning: examples never see each other",
+    ]
+
+
+@pytest.mark.parametrize("setting", [{"z_loss": 0.1}, {"compile": "model"}])
+def test_what_acts_in_the_loss_of_next_tokens_is_refused_beside_another(setting):
+    config = ModelConfig(vocab_size=9, context_length=8, d_model=8, num_layers=1, num_heads=2)
+    name = "=".join(map(str, *setting.items())) if "compile" in setting else "z_loss"
+    head = TaskHead("classification", ("a", "b"))
+    settings = TrainConfig(steps=1, batch_size=2, **setting)
+    for tuning in (Tuning(preference="dpo", packed=False), Tuning(head=head, packed=False)):
+        with pytest.raises(ScratchLMError, match=f"train.{name} is for the loss of next tokens"):
+            check_tuning(tuning, settings, config)
+    with pytest.raises(ScratchLMError, match=f"train.{name} is for the loss of next tokens"):
+        Learner(TransformerLM(config), settings, loss=lambda model, batch: None)
+    check_tuning(Tuning(), settings, config)
 
 
 def test_an_empty_file_to_validate_on_is_refused(base, chats, tmp_path, capsys):

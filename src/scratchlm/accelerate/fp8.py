@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scratchlm.accelerate.kernels import launches_for
+from scratchlm.accelerate.table import has_fast_ops
 from scratchlm.errors import ScratchLMError
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -161,7 +162,7 @@ def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 def enable_fp8(model: nn.Module) -> None:
     """Let the layers' products of an accelerated model run in 8 bits where it trains."""
     layers: nn.Module = model.layers  # type: ignore[assignment]
-    able = [module for module in layers.modules() if hasattr(module, "fp8")]
+    able = [m for m in layers.modules() if hasattr(m, "fp8") and has_fast_ops(m, ("linear",))]
     if not able:
         raise ScratchLMError("precision fp8 needs an accelerated model with the fast ops")
     device = next(model.parameters()).device

@@ -213,21 +213,29 @@ def check_tasks(tasks: Any) -> None:
         read_task(name)
 
 
-def name_unused(typed: dict[str, Any], plan: Plan, ranks: Ranks | None, say: Say) -> None:
+def name_unused(typed: dict[str, Any], plan: Plan, ranks: Ranks | None, ops: str, say: Say) -> None:
     """Name the settings that were typed and have no effect beside the others."""
     settings, has_val = plan.train, plan.data.val is not None
+    evaluates, is_tuned = settings.eval_every != 0, plan.tuning is not None
+    never = "with train.eval_every=0" if has_val else "without held-out data"
+    rows = settings.micro_batch_size or settings.batch_size
     uses = {
-        "momentum": (settings.optimizer == "muon", "train.optimizer=muon"),
-        "decay_steps": (settings.schedule == "wsd", "train.schedule=wsd"),
-        "min_lr": (settings.schedule != "constant", "a schedule that falls"),
-        "backend": (ranks is not None, "several ranks"),
-        "rank_timeout": (ranks is not None, "several ranks"),
-        "eval_batches": (has_val, "held-out data"),
-        "patience": (has_val, "held-out data"),
+        "momentum": (settings.optimizer == "muon", "without train.optimizer=muon"),
+        "decay_steps": (settings.schedule == "wsd", "without train.schedule=wsd"),
+        "min_lr": (settings.schedule != "constant", "without a schedule that falls"),
+        "backend": (ranks is not None, "without several ranks"),
+        "rank_timeout": (ranks is not None, "without several ranks"),
+        "eval_batches": (has_val and evaluates, never),
+        "patience": (has_val and evaluates, never),
+        "tasks": (evaluates, "with train.eval_every=0"),
+        "rows": (not is_tuned, "in fine-tuning, which has rows of examples"),
+        "document_mask": (not is_tuned, "in fine-tuning: examples never see each other"),
+        "shares": (settings.shares <= rows, f"beyond the {rows} rows computed at a time"),
+        "accelerate": (not settings.accelerate or ops == "fast", f"with --ops {ops}"),
     }
-    for name, (has_effect, needs) in uses.items():
+    for name, (has_effect, why) in uses.items():
         if typed.get(name) is not None and not has_effect:
-            say(f"warning: train.{name} has no effect without {needs}")
+            say(f"warning: train.{name} has no effect {why}")
 
 
 def check_start(args: TrainArgs, model_table: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def _run(args: RunArgs, make_plan: MakePlan, make_figures: MakeFigures, ranks: R
             train=TrainConfig.__dataclass_fields__, model=ModelConfig.__dataclass_fields__
         ):
             plan = make_plan(machine)
-        name_unused(args.typed, plan, ranks, say_progress)
+        name_unused(args.typed, plan, ranks, args.ops, say_progress)
         return machine, plan
 
     is_first = ranks is None or ranks.is_first

@@ -71,6 +71,16 @@ def check_applicable(settings: TrainConfig, device: str) -> None:
         raise ScratchLMError("train.checkpointed_layers needs train.checkpointing")
 
 
+def check_loss(settings: TrainConfig, is_own: bool) -> None:
+    """Refuse what acts in the model's own loss alone, where another one is learnt by."""
+    for name, asked in (
+        ("z_loss", settings.z_loss),
+        ("compile=model", settings.compile == "model"),
+    ):
+        if asked and not is_own:
+            raise ScratchLMError(f"train.{name} is for the loss of next tokens alone")
+
+
 def check_overrides(values: dict[str, Any], device: str, ranks: Ranks | None = None) -> None:
     """Refuse settings that cannot apply before anything is made, as `check_applicable` does."""
     about = {"cuda_graph", "shares", "precision", "accelerate", "parallel", "tp", "cp", "ema"}

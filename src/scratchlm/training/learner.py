@@ -36,7 +36,7 @@ from scratchlm.training.apply import (
     disable_cublas_workspace,
     remove_compile,
 )
-from scratchlm.training.checks import check_applicable, check_ranks
+from scratchlm.training.checks import check_applicable, check_loss, check_ranks
 from scratchlm.training.optimizers import (
     ScalesGradients,
     WritesShadowWeights,
@@ -79,6 +79,7 @@ class Learner:
         self.settings = settings = settings.resolved(self.device.type)
         check_applicable(settings, self.device.type)
         check_ranks(settings, ranks)
+        check_loss(settings, loss is None)
         disable_cublas_workspace(settings)
         if settings.accelerate:
             acceleration.accelerate(model)

@@ -26,6 +26,7 @@ from scratchlm.model import TransformerLM
 from scratchlm.ops import Ops
 from scratchlm.quantization.convert import fill, make_room, recompute_matrices
 from scratchlm.quantization.rule import BASES, choose_base
+from scratchlm.training.checks import check_loss
 from scratchlm.training.evaluation import evaluate_mean
 from scratchlm.training.heads import HeadBatches, HeadValidation, build_head, head_loss
 from scratchlm.training.learner import Learner
@@ -143,12 +144,9 @@ def check_tuning(tuning: Tuning, settings: TrainConfig, model: ModelConfig) -> N
         list(find_targets(TransformerLM(model, device="meta"), tuning.lora))
     if tuning.quantize is not None:
         choose_base(model, tuning.quantize)
-    if tuning.head is not None and (
-        settings.cuda_graph or settings.shares > 1 or settings.compile == "model"
-    ):
-        raise ScratchLMError(
-            "train.cuda_graph, train.shares and train.compile=model do not serve task heads"
-        )
+    check_loss(settings, tuning.head is None and tuning.preference is None)
+    if tuning.head is not None and (settings.cuda_graph or settings.shares > 1):
+        raise ScratchLMError("train.cuda_graph and train.shares do not serve task heads")
     if tuning.preference is not None:
         if settings.cuda_graph or settings.shares > 1:
             raise ScratchLMError(
