@@ -250,6 +250,22 @@ def test_bad_input_is_one_line(arguments, says):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("shown", ["--fits 24GiB", "--lora 4", "--plans", "--phase decode"])
+def test_options_without_effect_on_what_is_shown_are_named(shown):
+    options = {"--convention": "6ND", "--gpu": "a100-80g", "--tokens": "1B", "--mfu": "0.3"}
+    options |= {"--price": "2", "--optimizer": "sgd", "--loss": "unfused", "--micro-batches": "4"}
+    words, told = ["account", "gpt2", *shown.split()], []
+    before = CliRunner().invoke(app, words)
+    assert not before.stderr
+    for option, value in options.items():
+        now = CliRunner().invoke(app, [*words, option, value])
+        assert (now.stdout == before.stdout) == ("no effect" in now.stderr), option
+        told += now.stderr.splitlines()
+    beside = shown if "phase" in shown else shown.split()[0]
+    assert set(told) <= {f"warning: {option} has no effect beside {beside}" for option in options}
+    assert told
+
+
 def test_an_error_is_one_line_on_stderr_and_status_2():
     command = [sys.executable, "-c", "from scratchlm.cli import main; main()", "account", "gpt3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -113,6 +113,7 @@ def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, cli, monkeypat
         (("one", "choices.jsonl", "--cases", "no/such.jsonl"), "there is no folder no"),
         (("one", "choices.jsonl", "--cases", "two"), "two: a folder is there already"),
         (("one", "choices.jsonl", "--plot", "a.png", "--cases", "a.png"), "something else is to"),
+        (("one", "held-out.txt", "--cases", "a.jsonl"), "--cases is for tasks; held-out text has"),
         (("one", "held-out.txt", "--context-length", "0"), "--context-length must be from 1 to"),
         (("one", "choices.jsonl", "--context-length", "9"), "--context-length is for held-out"),
         (("one", "choices.jsonl", "--batch-size", "9"), "--batch-size is for held-out text; none"),

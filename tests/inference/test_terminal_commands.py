@@ -103,12 +103,24 @@ def test_a_head_that_is_not_there_is_refused(chat_run, where):
         (("--beam", 2, "--no-cache"), "--no-cache has no effect with --beam"),
         (("--beam", 2, "--past-context", "slide"), "--past-context has no effect with --beam"),
         (("--beam", 2, "--json", "--logprobs", 2), "--logprobs has no effect with --beam"),
+        (("--draft", "x", "--speculate", "lookup"), "--draft has no effect with --speculate"),
         (("--beam", 2, "--num-samples", 3), "--num-samples must not exceed --beam 2; got 3"),
     ],
 )
 def test_options_without_effect_are_refused(chat_run, given, message):
     done = call("generate", chat_run, "-p", "ab", "--max-new-tokens", 2, *given)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_options_without_effect_on_the_likeliest_token_are_named(chat_run, command):
+    words = ("-p", "ab") if command == "generate" else ("--format", "plain")
+    words += ("--max-new-tokens", 2, "--temperature", 0)
+    assert "no effect" not in call(command, chat_run, *words).stderr
+    done = call(command, chat_run, *words, "--seed", 1, "--top-k", 3, "--min-p", 0.1)
+    told = [line for line in done.stderr.splitlines() if "no effect" in line]
+    options = ("--seed", "--top-k", "--min-p")
+    assert told == [f"warning: {one} has no effect with --temperature 0" for one in options]
 
 
 def test_the_account_takes_a_run_a_checkpoint_and_a_runs_config(chat_run, tmp_path):

@@ -126,7 +126,9 @@ def account(
         parse_count,
         parse_lengths,
         stored_format,
+        unused_options,
     )
+    from scratchlm.cli.terminal import warn
 
     if legend:
         answers.print_legend()
@@ -136,14 +138,23 @@ def account(
         raise ValueError("whose account? give a preset, a run, a checkpoint or a config")
     if json and csv:
         raise ValueError("--json and --csv exclude each other")
+    views: dict[str, object] = {"verify": verify, "compare": compare, "sweep": sweep, "fits": fits}
+    views |= {"plans": plans, "lora": lora}
     check_views(
-        {"verify": verify, "compare": compare, "sweep": sweep, "fits": fits}
-        | {"plans": plans, "lora": lora},
+        views,
         {"json": json, "csv": csv, "plot": plot, "html": html},
     )
     check_lengths(phase, {"prompt": prompt, "new-tokens": new_tokens, "documents": documents})
     if link is not None and gpus == 1 and not plans and html is None:
         raise ValueError("--link is for several GPUs: --gpus, or --plans")
+    given = {"convention": convention != "full", "gpu": gpu != "h100-sxm", "mfu": mfu != 0.4}
+    given |= {"tokens": tokens is not None, "price": price is not None, "accumulate": accumulate}
+    given |= {"optimizer": optimizer != "adamw", "checkpointing": checkpointing != "none"}
+    given |= {"loss": loss != "fused", "micro-batches": micro_batches > 1}
+    view = next((name for name, value in views.items() if value), None)
+    if html is None and (view is not None or not (json or csv)):
+        for option, beside in unused_options(view, phase, given):
+            warn(f"--{option} has no effect beside {beside}")
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}")
     if plans and (gpus > 1 or parallel != "none"):

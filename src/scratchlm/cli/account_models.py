@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from scratchlm.config import ModelConfig, from_dict, load_config, preset
@@ -25,12 +25,35 @@ _FORMS = {
     "plans": ("json", "csv"),
     "lora": ("json",),
 }
+_LEARNS = ("forward", "training")
 _GENERATION = ("generation", "generation-no-cache")
 _PHASES = {
     "prompt": ("prefill", *_GENERATION),
     "new-tokens": _GENERATION,
-    "documents": ("forward", "training"),
+    "documents": _LEARNS,
 }
+
+# Options without effect on what is shown.
+_MONEY = ("tokens", "mfu", "price")
+_UNUSED = {
+    "verify": ("convention", "gpu", *_MONEY),
+    "compare": _MONEY,
+    "sweep": _MONEY,
+    "fits": ("convention", "gpu", *_MONEY),
+    "plans": ("convention", "tokens", "price"),
+    "lora": ("convention", "optimizer", "gpu", "micro-batches", *_MONEY),
+}
+_LEARNING = ("optimizer", "checkpointing", "loss", "accumulate", "micro-batches", *_MONEY)
+
+
+def unused_options(
+    view: str | None, phase: str, given: Mapping[str, bool]
+) -> Iterator[tuple[str, str]]:
+    """Yield the given options that have no effect, each with the option that makes it so."""
+    unused, beside = _UNUSED.get(view or "", ()), f"--{view}"
+    if view is None and phase not in _LEARNS:
+        unused, beside = _LEARNING, f"--phase {phase}"
+    yield from ((name, beside) for name in unused if given[name])
 
 
 def check_views(views: Mapping[str, object], forms: Mapping[str, object]) -> None:

@@ -25,6 +25,7 @@ from scratchlm.cli.generate import (
     TopP,
     load,
     make_sampling,
+    name_unused,
 )
 from scratchlm.cli.terminal import say, write_output
 from scratchlm.durable import write_atomically
@@ -32,6 +33,9 @@ from scratchlm.errors import ScratchLMError
 
 if TYPE_CHECKING:
     from scratchlm.inference import Conversing, Loaded, Message, Sampling
+
+
+TOP_P = 0.95
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +53,7 @@ def chat(
     max_new_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
     temperature: Temperature = 0.7,
     top_k: TopK = None,
-    top_p: TopP = 0.95,
+    top_p: TopP = TOP_P,
     min_p: MinP = 0.0,
     repetition_penalty: Repetition = 1.0,
     seed: Seed = None,
@@ -68,6 +72,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
+    name_unused(sampling, seed, make_sampling(top_p=TOP_P))
     loaded = load(model, checkpoint, device, dtype, accelerate)
     chosen = chat_format(loaded.need_tokenizer(), format_, loaded.chat_template)
     messages: list[Message] = [] if system is None else [Message("system", system)]

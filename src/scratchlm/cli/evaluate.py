@@ -88,6 +88,8 @@ def evaluate(
             raise ValueError(f"{option} must be from 1 to {MAX_SEQUENCES:,}; got {value}")
         if value is not None and not any(isinstance(task, str) for task in tasks):
             raise ValueError(f"{option} is for held-out text; none was given")
+    if cases is not None and not lm_eval and all(isinstance(task, str) for task in tasks):
+        raise ValueError("--cases is for tasks; held-out text has no cases")
     wanted = running.Wanted(
         tasks=tasks,
         context_length=context_length,

@@ -118,12 +118,15 @@ def generate(
         raise ValueError("--logprobs needs --json")
     if beam is None and length_penalty != 1.0:
         raise ValueError("--length-penalty needs --beam")
+    if draft is not None and speculate not in (None, "draft"):
+        raise ValueError(f"--draft has no effect with --speculate {speculate}")
     if beam is not None:
         sampled = sampling != Sampling() or seed is not None
         others: dict[str, object] = {"--stop": stop, "--draft": draft, "--speculate": speculate}
         others |= {"--kv-cache": kv_cache, "--logprobs": logprobs is not None}
         others |= {"--no-cache": not cache, "--past-context": past_context != "error"}
         check_beam(beam, num_samples, sampled, others)
+    name_unused(sampling, seed)
     text = read_prompt(prompt)
     loaded = load(model, checkpoint, device, dtype, accelerate)
     common: dict[str, Any] = {
@@ -325,6 +328,16 @@ def make_sampling(**settings: Any) -> Sampling:
     from scratchlm.inference import Sampling
 
     return Sampling(**settings)
+
+
+def name_unused(sampling: Sampling, seed: int | None, usual: Sampling | None = None) -> None:
+    """Name the options that have no effect where the likeliest token is always taken."""
+    usual = make_sampling() if usual is None else usual
+    given = {"seed": seed is not None}
+    for name in ("top_k", "top_p", "min_p", "typical"):
+        given[name] = getattr(sampling, name) != getattr(usual, name)
+    for name in [name for name, is_given in given.items() if is_given and not sampling.temperature]:
+        warn(f"--{name.replace('_', '-')} has no effect with --temperature 0")
 
 
 def _bias(given: list[str]) -> dict[int, float]:
