@@ -95,6 +95,9 @@ def test_replace_keeps_rope_theta_and_positions_in_step():
     assert config.rope_theta == 77.0
     assert config.replace(rope_theta=5.0).positions == c.Rotary(5.0, "half")
     assert config.replace(positions=c.Rotary(9.0)).rope_theta == 9.0
+    assert config.replace(positions=c.Learned()).rope_theta == c.ModelConfig(**SIZES).rope_theta
+    with pytest.raises(ValueError, match="rope_theta is for Rotary positions, not for Learned"):
+        c.ModelConfig(**SIZES, positions=c.Learned(), rope_theta=500.0)
 
 
 def test_files_are_read_and_faults_are_named_with_the_file(tmp_path):

@@ -103,6 +103,9 @@ class ModelConfig:
                     f"rope_theta={self.rope_theta}, positions.theta={self.positions.theta}"
                 )
             object.__setattr__(self, "rope_theta", self.positions.theta)
+        elif not isinstance(self.positions, Rotary) and self.rope_theta != 10_000.0:
+            kind = type(self.positions).__name__
+            raise ValueError(f"rope_theta is for Rotary positions, not for {kind}")
         if isinstance(self.positions, Rotary) and self.d_head % 2:
             raise ValueError(
                 f"d_head must be even to rotate pairs of channels; got d_head={self.d_head}"
