@@ -18,7 +18,7 @@ from interop.hf_models import (
 )
 from scratchlm import TransformerLM
 from scratchlm.errors import ScratchLMError
-from scratchlm.interop import is_hf_directory, read_hf, write_hf
+from scratchlm.interop import is_hf_directory, read_hf, streaming, write_hf
 
 
 def left_padding(ids):
@@ -103,6 +103,20 @@ def test_load_into_fills_a_model_in_place_in_its_own_dtype(family, tmp_path):
         assert_same_bytes(dict(state), dict(checkpoint.tensors(dtype=dtype)))
 
 
+@pytest.mark.parametrize("chunk_bytes", [100, 9_000])
+@pytest.mark.parametrize("family", ["llama 3", "gpt2", "mixtral"])
+def test_the_size_of_the_pieces_that_are_read_makes_no_difference(
+    family, chunk_bytes, tmp_path, monkeypatch
+):
+    hf_model(family).save_pretrained(tmp_path)
+    checkpoint = read_hf(tmp_path)
+    expected = dict(checkpoint)
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", chunk_bytes)
+    state = {name: torch.full(shape, torch.nan) for name, shape in checkpoint.shapes.items()}
+    checkpoint.load_into(state)
+    assert_same_bytes(state, expected)
+
+
 def test_load_into_fills_non_contiguous_weights(tmp_path):
     hf_model("llama 3").save_pretrained(tmp_path)
     checkpoint = read_hf(tmp_path)
@@ -148,6 +162,16 @@ def test_gpt2_is_read_with_and_without_its_prefix_and_with_its_masks(tmp_path):
     stored |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
     save_file(stored, tmp_path / "old" / "model.safetensors")
     assert_same_bytes(dict(read_hf(tmp_path / "old")), dict(read_hf(tmp_path / "new")))
+
+
+def test_tensors_at_odd_bytes_are_read_like_others(tmp_path):
+    hf_model("gpt2", torch.bfloat16).save_pretrained(tmp_path)
+    expected = {name: tensor.clone() for name, tensor in read_hf(tmp_path)}
+    data = (tmp_path / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little") + 1  # a space after the header
+    moved = size.to_bytes(8, "little") + data[8 : 7 + size] + b" " + data[7 + size :]
+    (tmp_path / "model.safetensors").write_bytes(moved)
+    assert_same_bytes(dict(read_hf(tmp_path)), expected)
 
 
 def test_a_stored_head_must_be_the_table_it_is_tied_to(tmp_path):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from interop.damage import all_mutations
 from interop.hf_models import hf_model
 from rewriting import rewrite
+from scratchlm import TransformerLM
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import is_hf_directory, read_hf
 from scratchlm.interop.streaming import is_finite
@@ -139,6 +140,19 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value, dtype, llam
         with pytest.raises(ScratchLMError, match=rf"'{name}' holds NaN or infinite values"):
             dict(checkpoint)
         assert len(dict(checkpoint.tensors(allow_nonfinite=True))) == len(good)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])  # query, key, value
+def test_what_is_not_finite_is_found_in_every_part_of_a_transposed_matrix(part, tmp_path):
+    hf_model("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "transformer.h.1.attn.c_attn.weight"
+    tensors[name].unflatten(1, (3, -1))[-1, part, -1] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = read_hf(tmp_path)
+    state = TransformerLM(checkpoint.config).state_dict()
+    with pytest.raises(ScratchLMError, match=rf"'{name}' holds NaN or infinite values"):
+        checkpoint.load_into(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

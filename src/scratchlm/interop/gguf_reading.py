@@ -59,7 +59,7 @@ class GGUFCheckpoint(StoredModel):
                 yield stored_name, self._packed(name)
             else:
                 out = torch.empty(self.mapping.shapes[name], dtype=self.stored_dtype(name))
-                self.fill(name, out)
+                self.fill({name: out})
                 yield name, out
 
     def _packed(self, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from scratchlm.errors import ScratchLMError
 from scratchlm.interop.links import Link
 from scratchlm.interop.matching import TensorMap
 from scratchlm.interop.safetensors_file import WEIGHT_DTYPES, Stored, map_file
-from scratchlm.interop.streaming import is_finite, read_link, view_link
+from scratchlm.interop.streaming import is_finite, read_links, view_link
 from scratchlm.untrusted import listed, shown
 
 _READERS = 4  # threads that read at once; each has a few megabytes in flight
@@ -67,7 +67,7 @@ class StoredModel:
             out = mapped.pop(name, None)
             if out is None:
                 out = torch.empty(shape, dtype=dtype or self.stored_dtype(name))
-                self.fill(name, out, allow_nonfinite)
+                self.fill({name: out}, allow_nonfinite)
             elif not allow_nonfinite:
                 self._check_finite(name, out)
             yield name, out
@@ -110,40 +110,54 @@ class StoredModel:
                 )
         self.check()
 
-        def fill(name: str) -> None:
+        jobs: dict[str, list[str]] = {}  # what lies in one tensor of theirs is read together
+        for name, links in self.mapping.links.items():
+            jobs.setdefault(links[0].theirs if links else name, []).append(name)
+        waiting = iter(list(jobs.values()))
+
+        def read() -> None:
             with torch.no_grad():
-                if name in mapped:
-                    self._check_finite(name, state[name])
-                else:
-                    self.fill(name, state[name].detach())
+                for names in waiting:
+                    for name in names:
+                        if name in mapped:
+                            self._check_finite(name, state[name])
+                    self.fill({name: state[name].detach() for name in names if name not in mapped})
 
-        with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+        num_readers = min(_READERS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(num_readers) as readers:
+            reading = [readers.submit(read) for _ in range(num_readers)]
             try:
-                for _ in readers.map(fill, self.mapping.shapes):
+                for one in as_completed(reading):
+                    one.result()
+            finally:
+                for _ in waiting:  # after an error, nothing more is read
                     pass
-            except BaseException:
-                readers.shutdown(cancel_futures=True)
-                raise
 
-    def fill(self, name: str, out: Tensor, allow_nonfinite: bool = False) -> None:
-        """Read one tensor into memory that exists already."""
-        if not out.is_contiguous():  # bytes are read into contiguous memory
-            whole = torch.empty(out.shape, dtype=out.dtype)
-            self.fill(name, whole, allow_nonfinite)
-            out.copy_(whole)
-            return
-        links = self.mapping.links[name]
-        if not links:
-            out.fill_(1)
-        for link in links:
-            target = out if link.at is None else out[link.at]
-            for piece in read_link(self.stored[link.theirs], link, target):
-                if not allow_nonfinite and not is_finite(piece):
-                    raise self._not_finite(link)
+    def fill(self, outs: Mapping[str, Tensor], allow_nonfinite: bool = False) -> None:
+        """Read tensors into memory that exists already."""
+        wholes = {  # bytes are read into contiguous memory
+            name: out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+            for name, out in outs.items()
+        }
+        parts: dict[str, list[tuple[Link, Tensor]]] = {}
+        for name, whole in wholes.items():
+            links = self.mapping.links[name]
+            if not links:
+                whole.fill_(1)
+            for link in links:
+                part = whole if link.at is None else whole[link.at]
+                parts.setdefault(link.theirs, []).append((link, part))
+        for theirs, of_theirs in parts.items():
+            for finite in read_links(self.stored[theirs], of_theirs):
+                if not (finite or allow_nonfinite):
+                    raise self._not_finite(theirs)
+        for name, out in outs.items():
+            if wholes[name] is not out:
+                out.copy_(wholes[name])
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not is_finite(tensor):
-            raise self._not_finite(self.mapping.links[name][0])
+            raise self._not_finite(self.mapping.links[name][0].theirs)
 
-    def _not_finite(self, link: Link) -> ScratchLMError:
-        return ScratchLMError(f"{self.path}: {shown(link.theirs)} holds NaN or infinite values")
+    def _not_finite(self, theirs: str) -> ScratchLMError:
+        return ScratchLMError(f"{self.path}: {shown(theirs)} holds NaN or infinite values")

@@ -1,14 +1,13 @@
 """Stream tensors from a file into memory, a few megabytes at a time, or leave them in its pages.
 
 Where dtype and layout are the same, the bytes are read directly into the destination, otherwise
-through one small buffer. Each piece is yielded while it is still in the CPU cache, so that checking
-its values is cheap.
+through one small buffer. Each piece is checked while it is still in the CPU cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,18 +52,20 @@ def view_link(stored: Stored, link: Link, pages: Tensor) -> Tensor | None:
     return pages[start : start + size].view(WEIGHT_DTYPES[stored.dtype]).view(shape)
 
 
-def read_link(stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
-    """Fill `out` from a link's box, yielding each piece as it arrives, to be checked."""
+def read_links(stored: Stored, parts: Sequence[tuple[Link, Tensor]]) -> Iterator[bool]:
+    """Fill tensors from their links' boxes; yield for each piece whether its values are finite."""
     with opened(stored.file) as file:
-        if isinstance(stored, StoredBlocks):
-            yield from _read_blocks(file, stored, link, out)
-        elif link.transposed:
-            yield from _read_transposed(file, stored, link, out)
-        else:
-            yield from _read_straight(file, stored, link, out)
+        if parts[0][0].transposed:
+            yield from _read_transposed(file, stored, parts)
+            return
+        for link, out in parts:
+            if isinstance(stored, StoredBlocks):
+                yield from _read_blocks(file, stored, link, out)
+            else:
+                yield from _read_straight(file, stored, link, out)
 
 
-def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
+def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[bool]:
     """Read a box that is one contiguous chunk of the file, or one for each of its first index."""
     chunks = _chunk_starts(link)
     step = CHUNK_BYTES // stored.item_bytes
@@ -78,10 +79,10 @@ def _read_straight(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterat
             read_exactly(file, stored.start + (first + begin) * stored.item_bytes, piece)
             if not direct:
                 target.copy_(piece)
-            yield piece
+            yield is_finite(piece)
 
 
-def _read_blocks(file: Any, stored: StoredBlocks, link: Link, out: Tensor) -> Iterator[Tensor]:
+def _read_blocks(file: Any, stored: StoredBlocks, link: Link, out: Tensor) -> Iterator[bool]:
     """Read whole rows of a quantised tensor, and dequantise a few of them at a time."""
     rows = out.view(-1, out.shape[-1])
     start, row_bytes = _packed_rows(stored, link)
@@ -92,7 +93,7 @@ def _read_blocks(file: Any, stored: StoredBlocks, link: Link, out: Tensor) -> It
         read_exactly(file, start + begin * row_bytes, packed)
         piece = dequantize(packed, stored.dtype.lower())
         rows[begin : begin + len(piece)].copy_(piece)
-        yield piece
+        yield is_finite(piece)
 
 
 def read_packed(stored: StoredBlocks, link: Link) -> Tensor:
@@ -132,21 +133,23 @@ def _element(shape: Shape, index: list[int]) -> int:
     return offset
 
 
-def _read_transposed(file: Any, stored: Stored, link: Link, out: Tensor) -> Iterator[Tensor]:
-    """Read a (in, out) matrix a few rows at a time; each row of theirs is a column of ours.
+def _read_transposed(
+    file: Any, stored: Stored, parts: Sequence[tuple[Link, Tensor]]
+) -> Iterator[bool]:
+    """Read an (in, out) matrix a few rows at a time; each row of theirs is a column of ours.
 
-    Rows are read whole even where only some of their columns are ours: a few more bytes cost less
-    than a call for each row.
+    Rows are read whole, once for all parts of the matrix.
     """
-    (_, rows), (left, right) = link.box
-    width = link.their_shape[1]
-    step = max(1, CHUNK_BYTES // (width * stored.item_bytes))
+    rows, width = stored.shape
+    line = 64 // stored.item_bytes  # of ours is written whole
+    step = max(1, CHUNK_BYTES // (width * stored.item_bytes) // line) * line
     buffer = torch.empty(min(step, rows), width, dtype=WEIGHT_DTYPES[stored.dtype])
     for begin in range(0, rows, step):
         whole = buffer[: min(step, rows - begin)]
         read_exactly(file, stored.start + begin * width * stored.item_bytes, whole)
-        transpose_into(out[:, begin : begin + len(whole)], whole[:, left:right])
-        yield whole
+        for link, out in parts:
+            left, right = link.box[1]
+            yield transpose_into(out[:, begin : begin + len(whole)], whole[:, left:right])
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:
