@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from scratchlm.config import Rotary
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import write_hf
 from scratchlm.parallel.launch import without_gpus
-from scratchlm.parallel.ranks import Ranks
+from scratchlm.parallel.ranks import Ranks, _store_of_this_start
 from test_architecture import SRC
 from training.tiny import write_data
 from waiting import wait_until
@@ -40,8 +41,8 @@ def command(out, data, steps, *, resume=False):
     return [*words, f"train.steps={steps}", *(["--resume"] if resume else [])]
 
 
-def start(words, ranks=2):
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+def start(words, ranks=2, more=()):
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *more, "-m"]
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, "scratchlm", *words],
         stdout=subprocess.PIPE,
@@ -232,6 +233,39 @@ def test_what_the_first_rank_does_not_live_to_say_is_one_line():
     ranks = Ranks(1, 2, torch.device("cpu"), None, None, Gone(), 1.0)
     with pytest.raises(ScratchLMError, match=r"another rank is gone.*the job ends"):
         ranks.from_first(None)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_ranks_that_are_started_again_hear_nothing_of_the_last_start(monkeypatch, machines):
+    """torchrun keeps one store; it counts the starts, but not alike on several machines."""
+    limit = timedelta(seconds=60)
+    server = torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    told = {"USE_AGENT_STORE": "True", "RESTART_COUNT": "0"}
+    told = {f"TORCHELASTIC_{name}": value for name, value in told.items()}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in {**told, "GROUP_WORLD_SIZE": str(machines)}.items():
+        monkeypatch.setenv(name, value)
+    one, other = (_store_of_this_start(rank, 2, limit) for rank in (0, 1))
+    one.set("newest", "step 4")
+    assert other.get("newest") == b"step 4"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    if machines == 1:
+        assert not _store_of_this_start(0, 2, limit).check(["newest"])
+        return
+    with pytest.raises(ScratchLMError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"):
+        _store_of_this_start(0, 2, limit)
+
+
+@pytest.mark.slow  # torchrun, twice
+def test_torchrun_starts_killed_ranks_again_from_the_last_checkpoint(tmp_path):
+    data, out = write_data(tmp_path / "data"), tmp_path / "run"
+    job = start(command(out, data, 400, resume=True), more=["--max-restarts=1"])
+    wait_until(lambda: find_checkpoints(out))
+    os.kill(ranks_of(job)[-1], signal.SIGKILL)
+    told, _ = job.communicate()
+    assert job.returncode == 0, told[-3000:]
+    assert "going on from step" in told
+    assert log_of(out) == one_process(tmp_path / "whole", data, 400)
 
 
 def test_what_ranks_tell_each_other_is_forgotten_when_all_have_read_it():

@@ -242,7 +242,9 @@ def join_ranks(
     limit = timedelta(seconds=timeout)
     is_nccl = device_type == "cuda" and backend != "gloo"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=limit)
+        store = _store_of_this_start(rank, size, limit)
+        backends = "cpu:gloo,cuda:nccl" if is_nccl else "gloo"
+        dist.init_process_group(backends, timeout=limit, store=store, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise ScratchLMError(f"the {size} ranks did not find each other: {why}") from None
@@ -266,6 +268,26 @@ def join_ranks(
         raise
     _wait_for_gloo()
     dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, size: int, limit: timedelta) -> dist.Store | None:
+    """Return the launcher's store, without what ranks of an earlier start have said in it.
+
+    `torchrun` keeps one store over its restarts; on one machine it counts them alike for all ranks.
+    None: torch makes a store, which is new.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: dist.Store = dist.TCPStore(*where, size, is_master=False, timeout=limit)
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    if store.add(f"joined/{rank}", 1) > 1:
+        raise ScratchLMError(
+            "torchrun has started the ranks of several machines again beside what the last ones "
+            "said: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … lets them begin anew"
+        )
+    return store
 
 
 def _wait_for_gloo(seconds: float = 5.0) -> None:
