@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from forked import ForkedCommand
 from inference.tiny import byte_tokenizer
@@ -24,8 +26,10 @@ from scratchlm.cli.training_run import rank_settings
 from scratchlm.config import Rotary
 from scratchlm.errors import ScratchLMError
 from scratchlm.interop import write_hf
-from scratchlm.parallel.launch import without_gpus
+from scratchlm.parallel.launch import relaunch, without_gpus
 from scratchlm.parallel.ranks import Ranks, _store_of_this_start
+from scratchlm.training import watch_signals
+from scratchlm.training.interruption import SIGNALS
 from test_architecture import SRC
 from training.tiny import write_data
 from waiting import wait_until
@@ -178,6 +182,23 @@ def test_sigterm_saves_once_and_stops_all_ranks(tmp_path):
     assert job.returncode != 0
     last = int(find_checkpoints(out)[-1].name.removeprefix("step-"))
     assert log_of(out)[-1][0] == last  # the step it stopped at is saved
+
+
+def test_a_launcher_that_is_stopped_says_so_by_its_status(monkeypatch):
+    def stopped(words):
+        raise SignalException("Process 1 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed.run, "main", stopped)
+    assert relaunch(2, ["train", "x.txt"]) == 130
+
+
+def test_a_rank_does_not_end_of_a_second_signal():
+    """torchrun passes on what it gets, and SLURM sends to both."""
+    with watch_signals(is_rank=True) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.exit_status == 143
+        assert {signal.getsignal(each) for each in SIGNALS} == {signal.SIG_IGN}
 
 
 @pytest.mark.slow

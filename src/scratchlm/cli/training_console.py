@@ -44,11 +44,11 @@ class TrainingConsole(Watcher):
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    @property
-    def stop_notice(self) -> str:
-        """The message printed on a stop signal; the bar may have hidden the cursor."""
+    def stop_notice(self, is_rank: bool = False) -> str:
+        """Return what to print on a stop signal; the bar may have hidden the cursor."""
         show_cursor = "\x1b[?25h" if self.live else ""
-        return f"{show_cursor}\nstopping after this step; Ctrl-C again ends at once\n"
+        again = "" if is_rank else "; Ctrl-C again ends at once"
+        return f"{show_cursor}\nstopping after this step{again}\n"
 
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

@@ -150,6 +150,8 @@ def _carry_out(
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     speaks = ranks is None or ranks.is_first
     watchers: list[Watcher] = [console] if speaks else []
+    is_rank = ranks is not None
+    notice = console.stop_notice(is_rank) if speaks else ""
     board = TensorBoard(args.out / "tensorboard") if args.tensorboard and speaks else None
 
     def begin(learner: Any, run: Any, _: object) -> None:
@@ -160,7 +162,7 @@ def _carry_out(
             board.begin(run.progress.step)
 
     with (
-        watch_signals(console.stop_notice if speaks else "") as stop,
+        watch_signals(notice, is_rank=is_rank) as stop,
         console,
         contextlib.ExitStack() as at_the_end,
     ):

@@ -2,6 +2,8 @@
 
 After the first signal the default handlers are restored, so that a second one ends the process at
 once, even inside a long computation. That loses no more than a kill would: nothing that was saved.
+A rank ignores a second one: its launcher passes on what it gets, and a cluster may send to both.
+The launcher kills a rank that takes too long.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Interruption:
 
 
 @contextlib.contextmanager
-def watch_signals(notice: str = "") -> Iterator[Interruption]:
+def watch_signals(notice: str = "", *, is_rank: bool = False) -> Iterator[Interruption]:
     """Catch the first SIGINT or SIGTERM, and print `notice` to stderr at once.
 
     Outside the main thread nothing is caught.
@@ -47,7 +49,7 @@ def watch_signals(notice: str = "") -> Iterator[Interruption]:
     def handle(number: int, frame: FrameType | None) -> None:
         interruption.signal = number
         for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if is_rank else signal.SIG_DFL)
         with contextlib.suppress(OSError):
             os.write(2, notice.encode())  # print is not safe in the middle of another print
 
