@@ -228,6 +228,33 @@ def test_a_machine_with_fewer_gpus_is_named():
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
+    ("words", "size", "says"),
+    [
+        (["--gpus", "2", "--device", "cpu"], None, "--gpus 2 takes the first GPUs"),
+        (["--gpus", "2", "--device", "cuda:1"], None, "not --device cuda:1"),
+        (["--device", "cuda:1"], "2", "each of several ranks has a GPU of its own"),
+        (["--gpus", "4"], "2", "--gpus 4: torchrun has started 2 already"),
+    ],
+)
+def test_options_that_contradict_ranks_are_refused(words, size, says):
+    told = {} if size is None else {"RANK": "0", "WORLD_SIZE": size}
+    made = ForkedCommand("train", "x.txt", *words, prepare=lambda: os.environ.update(told))
+    _, err = made.communicate()
+    assert made.returncode == 2
+    assert says in err
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_one_process_of_torchrun_is_one_process(tmp_path):
+    data, alone = write_data(tmp_path / "data"), {"RANK": "0", "WORLD_SIZE": "1"}
+    words = [*command(tmp_path / "run", data, 2), "train.parallel=none"]
+    made = ForkedCommand(*words, prepare=lambda: os.environ.update(alone))
+    _, err = made.communicate()
+    assert made.returncode == 0, err
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
     ("told", "says"),
     [
         ({"RANK": "abc"}, "RANK='abc' in the environment"),

@@ -54,14 +54,15 @@ MakeFigures = Callable[["Plan"], Figures]
 
 def run(args: RunArgs, make_plan: MakePlan, make_figures: MakeFigures) -> None:
     """Make a plan and carry it out, on several ranks where they are asked for."""
-    from scratchlm.parallel.launch import launched_rank, relaunch, without_gpus
+    from scratchlm.parallel.launch import check_devices, launched_ranks, relaunch, without_gpus
 
-    if args.gpus is not None and launched_rank() is None:
+    check_devices(args.device, args.gpus)
+    if args.gpus is not None:
         shared = rank_settings(args.out, args.settings).backend == "gloo"
         raise typer.Exit(relaunch(args.gpus, without_gpus(sys.argv[1:]), shared=shared))
     with contextlib.ExitStack() as stack:
         ranks = None
-        if launched_rank() is not None:
+        if launched_ranks() > 1:
             from scratchlm.parallel.ranks import join_ranks
 
             where, asked = choose_device(args.device).type, rank_settings(args.out, args.settings)

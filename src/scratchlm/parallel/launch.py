@@ -9,15 +9,30 @@ import sys
 from scratchlm.errors import ScratchLMError
 
 
-def launched_rank() -> int | None:
-    """Return which of the processes that `torchrun` has started this is; None if it is none."""
+def launched_ranks() -> int:
+    """Return how many processes `torchrun` has started, this one among them; 0: it has not."""
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     if None in given.values():
-        return None
+        return 0
     for name, value in given.items():
         if not re.fullmatch("[0-9]{1,6}", value or ""):
             raise ScratchLMError(f"{name}={value!r} in the environment: torchrun gives a number")
-    return int(given["RANK"] or 0)
+    return int(given["WORLD_SIZE"] or 0)
+
+
+def check_devices(device: str, gpus: int | None) -> None:
+    """Refuse what contradicts ranks: other devices than theirs, or a second launcher."""
+    launched = launched_ranks()
+    if gpus is not None and launched:
+        raise ScratchLMError(f"--gpus {gpus}: torchrun has started {launched} already; one of both")
+    if gpus is not None and device not in ("auto", "cuda"):
+        raise ScratchLMError(
+            f"--gpus {gpus} takes the first GPUs of this machine, not --device {device}; "
+            "CUDA_VISIBLE_DEVICES=2,3 chooses others; "
+            f"on a CPU: `torchrun --nproc-per-node {gpus} -m scratchlm … --device cpu`"
+        )
+    if launched > 1 and ":" in device:
+        raise ScratchLMError(f"--device {device}: each of several ranks has a GPU of its own")
 
 
 def relaunch(gpus: int, words: list[str], *, shared: bool = False) -> int:
