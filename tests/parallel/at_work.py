@@ -258,10 +258,11 @@ def shared_sequences(out):
     plan = Plan(model, SAVED, files)
     with world(2, cp=2) as ranks:
         together = replace(plan, train=replace(plan.train, cp=2))
-        run_plan(out.parent / "cp-2", together, ranks=ranks)
+        told = []
+        run_plan(out.parent / "cp-2", together, ranks=ranks, run_tasks=print, warn=told.append)
     if PROCESS == 0:
         run_plan(out.parent / "cp-1", plan)
-        write(out, [log_of(out.parent / f"cp-{n}") for n in (1, 2)])
+        write(out, [*(log_of(out.parent / f"cp-{n}") for n in (1, 2)), told])
 
 
 class StopAt(Watcher):

@@ -16,8 +16,10 @@ from scratchlm.data import TokenFile
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples, write_examples
 from scratchlm.errors import ScratchLMError
-from scratchlm.training import DataFiles, Plan
-from scratchlm.training.run import Run, Writing
+from scratchlm.training import Data, DataFiles, Plan
+from scratchlm.training.loop import _evaluate_if_due
+from scratchlm.training.metrics import NoMetrics
+from scratchlm.training.run import Progress, Run, Writing
 from scratchlm.training.session import _make_batches
 from scratchlm.training.step import NotFiniteError
 from scratchlm.training.tuning import Tuning, make_data
@@ -86,6 +88,22 @@ def test_a_checkpoint_under_way_is_finished_where_all_ranks_stop(tmp_path, error
         run._writing = Writing(3, write)
         raise error
     assert written == [True] * whole
+
+
+def test_ranks_wait_without_a_limit_for_the_one_that_writes_samples():
+    """Tasks may take longer than `train.rank_timeout`."""
+    asked = []
+    learner = SimpleNamespace(
+        ranks=SimpleNamespace(from_first=lambda value: asked.append("wait")),
+        settings=SAVED,
+        best_weights=lambda: contextlib.nullcontext("model"),
+        without_compile=contextlib.nullcontext,
+        evaluating=contextlib.nullcontext,
+    )
+    for sample in (lambda model, step: asked.append("sample"), None):  # the first, another one
+        run = SimpleNamespace(progress=Progress(step=4), metrics=NoMetrics())
+        _evaluate_if_due(learner, Data(None), run, (), sample, None, lambda: False)
+    assert asked == ["sample", "wait", "wait"]
 
 
 @pytest.mark.parametrize("kind", ["text", "examples"])
@@ -176,7 +194,8 @@ def test_a_run_saved_by_n_ranks_goes_on_with_m(found):
 
 
 def test_ranks_that_share_sequences_log_what_one_process_does(found):
-    expected, logged = read(found / "cp.json")
+    expected, logged, told = read(found / "cp.json")
+    assert told == ["train.tasks are not run: no rank has all weights, in one type"]
     assert [line["step"] for line in expected if "val_loss" in line] == [0, 4, 8]
     for line, whole in zip(logged, expected, strict=True):
         assert line.keys() == whole.keys()

@@ -202,5 +202,7 @@ def _evaluate_if_due(
             run.metrics.write(record)
             for watcher in watchers:
                 watcher.sampled(record)
+        if learner.ranks is not None:  # the first one may write and run tasks for long
+            learner.ranks.from_first(None)
     progress.evaluated = progress.step
     return best and progress.step > 0

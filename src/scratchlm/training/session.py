@@ -122,7 +122,11 @@ def run_plan(
         if first is not None:  # the learner has its own
             first = replace(first, tensors={})
         is_cut = ranks is not None and (settings.has_collectives or settings.precision != "fp32")
-        if is_cut or not is_first:  # they need whole weights, in one type
+        if is_cut and (sample or run_tasks):
+            left = ["no samples are drawn"] * bool(sample)
+            left += ["train.tasks are not run"] * bool(run_tasks)
+            tell(f"{' and '.join(left)}: no rank has all weights, in one type")
+        if is_cut or not is_first:
             sample = run_tasks = None
         run = stack.enter_context(Run(directory, prints, tokenizer, plan.changed, ranks=ranks))
         run.chat_template, run.adapter = chat_template, adapter_record(plan, first)
