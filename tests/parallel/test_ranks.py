@@ -16,7 +16,7 @@ from scratchlm.data import TokenFile
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples, write_examples
 from scratchlm.errors import ScratchLMError
-from scratchlm.training import Data, DataFiles, Plan
+from scratchlm.training import Data, DataFiles, Learner, Plan
 from scratchlm.training.loop import _evaluate_if_due
 from scratchlm.training.metrics import NoMetrics
 from scratchlm.training.run import Progress, Run, Writing
@@ -104,6 +104,18 @@ def test_ranks_wait_without_a_limit_for_the_one_that_writes_samples():
         run = SimpleNamespace(progress=Progress(step=4), metrics=NoMetrics())
         _evaluate_if_due(learner, Data(None), run, (), sample, None, lambda: False)
     assert asked == ["sample", "wait", "wait"]
+
+
+def test_what_is_drawn_is_another_draw_on_every_rank():
+    """Dropout masks of two ranks were the same, for other rows."""
+    drawn = []
+    for rank in (0, 1):
+        learner = SimpleNamespace(draws=True, settings=SAVED, ranks=SimpleNamespace(rank=rank))
+        for step in (1, 2, 1):
+            Learner.begin_step(learner, step)
+            drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert all(one not in drawn[:3] for one in drawn[3:])
 
 
 @pytest.mark.parametrize("kind", ["text", "examples"])

@@ -229,9 +229,10 @@ class Learner:
         return torch.stack(losses).sum()
 
     def begin_step(self, step: int) -> None:
-        """Make what a step draws a function of seed and step."""
+        """Make what a step draws a function of seed, step and rank."""
         if self.draws:
-            torch.manual_seed(derive_key(self.settings.seed, step, DROPOUT) >> 1)
+            rank = () if self.ranks is None else (self.ranks.rank,)
+            torch.manual_seed(derive_key(self.settings.seed, step, DROPOUT, *rank) >> 1)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
