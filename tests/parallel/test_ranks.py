@@ -11,14 +11,17 @@ import torch
 
 from parallel.launching import launch
 from parallel.saved import SAVED
+from scratchlm.cli.training_setup import TrainArgs, continue_plan
 from scratchlm.config.lora import LoRA
 from scratchlm.data import TokenFile
 from scratchlm.data.conversations import Example
 from scratchlm.data.examples import read_examples, write_examples
 from scratchlm.errors import ScratchLMError
 from scratchlm.training import Data, DataFiles, Learner, Plan
+from scratchlm.training.choosing import Machine
 from scratchlm.training.loop import _evaluate_if_due
 from scratchlm.training.metrics import NoMetrics
+from scratchlm.training.plan import write_plan
 from scratchlm.training.run import Progress, Run, Writing
 from scratchlm.training.session import _make_batches
 from scratchlm.training.step import NotFiniteError
@@ -116,6 +119,23 @@ def test_what_is_drawn_is_another_draw_on_every_rank():
             drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[2] != drawn[1]
     assert all(one not in drawn[:3] for one in drawn[3:])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_recorded_run_goes_on_where_steps_cannot_be_recorded(tmp_path, gpu):
+    """On a CPU, and where ranks talk inside a step: it was refused, and could not be changed."""
+    recorded = replace(SAVED, cuda_graph=True, compile="block", parallel="zero1")
+    data = write_data(tmp_path / "data")
+    write_plan(tmp_path, Plan(TINY, recorded, DataFiles(data / "train.bin", None)))
+    asked = {"train": {"parallel": "fsdp"} if gpu else {}}
+    said = []
+    plan = continue_plan(TrainArgs([], tmp_path, overrides=asked), Machine(1e9, gpu), said.append)
+    assert (plan.train.cuda_graph, plan.train.compile) == (False, "off")
+    assert said == ["note: train.cuda_graph and train.compile are off from here on"]
+    run = Run(tmp_path, {}, changed=plan.changed)
+    run._check_settings(tmp_path, recorded.to_dict(), plan.train.to_dict())
+    same = continue_plan(TrainArgs([], tmp_path), Machine(1e9, True), said.append)
+    assert same.train == recorded  # on a GPU, as it was
 
 
 @pytest.mark.parametrize("kind", ["text", "examples"])

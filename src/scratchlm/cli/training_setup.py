@@ -129,6 +129,12 @@ def continue_plan(args: TrainArgs, machine: Machine, say: Say) -> Plan:
             raise ValueError(f"the model of {args.out} was begun otherwise; it cannot change now")
     changes = tables.get("train", {})
     settings = TrainConfig.from_dict({**plan.train.to_dict(), **changes})
+    if settings.cuda_graph and not settings.can_record("cuda" if machine.is_gpu else "cpu"):
+        # chosen for another device, or for ranks that do not talk inside a step
+        say("note: train.cuda_graph and train.compile are off from here on")
+        off = {"cuda_graph": False, "compile": "off"}
+        changes = {**{name: off[name] for name in off if name not in changes}, **changes}
+        settings = replace(settings, **{name: changes[name] for name in off})
     for name in changes.keys() - CHANGEABLE:
         if getattr(settings, name) != getattr(plan.train, name):
             raise ValueError(

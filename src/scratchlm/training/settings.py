@@ -27,7 +27,7 @@ BACKENDS = ("nccl", "gloo")
 # What may change between two sessions of a run.
 CHANGEABLE = {
     *("steps", "eval_every", "eval_batches", "save_every", "keep_last", "patience", "tasks"),
-    *("parallel", "tp", "cp", "backend", "rank_timeout"),
+    *("parallel", "tp", "cp", "backend", "rank_timeout", "compile", "cuda_graph"),
 }
 
 
@@ -128,8 +128,7 @@ class TrainConfig:
     def resolved(self, device_type: str) -> TrainConfig:
         """Fill in what was left to us."""
         every = max(1, self.steps // 20) if self.eval_every is None else self.eval_every
-        # Where layers call collectives, compiling and recording have not been measured.
-        alone = device_type == "cuda" and not self.has_collectives
+        alone = self.can_record(device_type)
         fill: dict[str, Any] = {
             "micro_batch_size": self.batch_size,
             "min_lr": self.lr / 10,
@@ -167,6 +166,10 @@ class TrainConfig:
     def has_collectives(self) -> bool:
         """Whether ranks talk to each other inside forward and backward."""
         return self.parallel in ("fsdp", "hsdp") or self.tp > 1 or self.cp > 1
+
+    def can_record(self, device_type: str) -> bool:
+        """Whether steps can be recorded; beside collectives nor is compiling measured."""
+        return device_type == "cuda" and not self.has_collectives
 
     @property
     def task_files(self) -> list[str]:
