@@ -11,6 +11,7 @@ import torch
 
 from parallel.launching import launch
 from parallel.saved import SAVED
+from scratchlm import load_model
 from scratchlm.cli.training_setup import TrainArgs, continue_plan
 from scratchlm.config.lora import LoRA
 from scratchlm.data import TokenFile
@@ -196,6 +197,12 @@ def test_what_ranks_cannot_do_is_named(found):
 def test_ranks_that_share_a_model_generate_what_one_process_does(found):
     for expected, *answers in read(found / "generation.json").values():
         assert answers == [expected, expected]
+
+
+@pytest.mark.parametrize("tp", [0, -2])
+def test_a_number_of_ranks_that_cannot_be_is_refused(tp):
+    with pytest.raises(ValueError, match=f"tp must be >= 1; got tp={tp}"):
+        load_model("nowhere", tp=tp)
 
 
 def test_two_ranks_learn_the_adapter_that_one_process_learns(found):

@@ -32,6 +32,10 @@ def test_loss_lr_throughput_mfu_memory_and_time_left_are_shown(terminal):
     assert ("40/100" in text) is True
 
 
+def test_the_throughput_of_several_ranks_is_told_of_each_as_well():
+    assert "2,048 tok/s (512 a rank)" in shown(False, ranks=4)
+
+
 def test_without_a_measured_peak_there_is_no_mfu():
     assert "MFU" not in shown(True)
 

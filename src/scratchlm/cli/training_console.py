@@ -73,7 +73,8 @@ class TrainingConsole(Watcher):
         left = (self.steps - record["step"]) * self.tokens_per_step / rate
         figures = [f"loss {record['loss']:.4f}", f"{duration(left)} left"]
         figures += [self.held_out] if self.held_out else []
-        figures += [f"lr {record['lr']:.2e}", f"{rate:,.0f} tok/s"]
+        each = f" ({rate / clock['ranks']:,.0f} a rank)" if "ranks" in clock else ""
+        figures += [f"lr {record['lr']:.2e}", f"{rate:,.0f} tok/s{each}"]
         if "mfu" in clock:
             figures.append(f"MFU {clock['mfu']:.1%} ({clock['mfu_convention']})")
         figures.append(f"{clock['memory_bytes'] / 2**30:.2f} GiB")

@@ -150,9 +150,9 @@ def _carry_out(
     settings = plan.train.resolved(device.type)
     console = TrainingConsole(settings.steps, settings.tokens_per_step(plan.model))
     speaks = ranks is None or ranks.is_first
-    watchers: list[Watcher] = [console] if speaks else []
     is_rank = ranks is not None
     notice = console.stop_notice(is_rank) if speaks else ""
+    watchers: list[Watcher] = [console] if speaks else []
     board = TensorBoard(args.out / "tensorboard") if args.tensorboard and speaks else None
 
     def begin(learner: Any, run: Any, _: object) -> None:

@@ -104,6 +104,8 @@ def load_model(
     few bits: a format of `scratchlm quantize`. `tp`: every rank that `torchrun` has started gets a
     part of each layer; all of them then make the same calls.
     """
+    if tp < 1:
+        raise ValueError(f"tp must be >= 1; got tp={tp}")
     if tp > 1:
         whole = load_model(
             path,

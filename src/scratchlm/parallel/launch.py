@@ -41,6 +41,7 @@ def relaunch(gpus: int, words: list[str], *, shared: bool = False) -> int:
     `shared`: ranks may share a GPU.
     """
     import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -56,7 +57,8 @@ def relaunch(gpus: int, words: list[str], *, shared: bool = False) -> int:
         rank, failure = error.get_first_failure()
         print(f"rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    except SignalException as error:  # the ranks have saved, stopped and said so
+        return 128 + error.sigval
     return 0
 
 
@@ -70,5 +72,3 @@ def without_gpus(words: list[str]) -> list[str]:
         skip = word == "--gpus"
         kept += [] if skip else [word]
     return kept
-    except SignalException as error:  # the ranks have saved, stopped and said so
-        return 128 + error.sigval

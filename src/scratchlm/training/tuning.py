@@ -170,7 +170,7 @@ def make_learner(
     if ranks is not None and (tuning.head or tuning.preference or settings.has_collectives):
         raise ScratchLMError(
             "several ranks fine-tune on texts, with train.parallel=zero1; pairs, task heads, fsdp, "
-            "hsdp and train.tp are not for them"
+            "hsdp, train.tp and train.cp are not for them"
         )
     return Learner(model, settings, warn=warn, ranks=ranks, loss=_loss_of(tuning))
 
