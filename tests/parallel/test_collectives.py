@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scratchlm import acceleration
+from scratchlm.accelerate.table import is_class_patched
 from scratchlm.accounting import Setup, collectives
 from scratchlm.config import Attention, ModelConfig, MoE
 from scratchlm.data import Batch
@@ -141,6 +143,17 @@ def test_the_kernel_that_sees_addresses_is_not_given_what_torch_has_cut(fake, mo
     cut = learner.layout.updated["lm_head.weight"]
     assert cut.data_ptr() == 0  # what a kernel would write to
     assert [type(optimizer) for optimizer in learner.optimizers] == [torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("fake", [(2, 1)], indirect=True)
+def test_what_fsdp_makes_of_a_class_is_not_taken_for_a_patch(fake):
+    """Fused layers and the chunked loss would stand aside."""
+    learner = Learner(
+        build_model(TINY, 0, "cpu"), TrainConfig(batch_size=2, parallel="fsdp"), ranks=fake
+    )
+    cut = {type(module) for module in learner.model.modules() if isinstance(module, FSDPModule)}
+    assert len(cut) == 2  # the model, its blocks
+    assert not any(map(is_class_patched, cut))
 
 
 @pytest.mark.parametrize("fake", [(1, 1)], indirect=True)

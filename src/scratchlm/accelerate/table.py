@@ -78,7 +78,7 @@ PLAIN_TYPES: list[type[nn.Module]] = [
 ]
 
 # Packages whose decorators leave a function what it is.
-WRAPPERS = ("torch", "jaxtyping", "beartype")
+WRAPPERS = ("torch", "jaxtyping", "beartype", "typing_extensions", "warnings")
 
 # Classes of Linear layers with low-rank adapters: `terms()` says what they add to W x.
 ADAPTED_TYPES: list[type[nn.Module]] = []
