@@ -28,6 +28,7 @@ OTHERS = (
     r"pip install .*",
     r"python examples/\w+\.py",
     r"curl -s localhost:8000/.*",  # tests/serve asks a server so
+    r"HEAD=\$\(scontrol .*\)",
     r"(srun )?torchrun .*",  # tests/parallel starts ranks so
 )
 OWN = (
