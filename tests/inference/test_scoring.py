@@ -230,3 +230,13 @@ def test_on_ties_the_best_token_is_the_one_that_greedy_decoding_chooses():
         assert found.is_greedy
         assert {len(set(place)) for place in found.best} == {best}
         assert {place[1][0] for place in found.best if best > 1} <= {50}
+
+
+def test_whoever_stops_reading_scored_tokens_may_go_on():
+    engine = Engine(tiny_model(VOCAB, CONTEXT), num_pages=8, page_size=4, make_runner=HashRunner)
+    handle = engine.submit_score(range(10, 20))
+    first = next(iter(handle))
+    second = next(handle.ready())
+    rest = handle.result()
+    assert [first.token_id, second.token_id, *rest.token_ids] == list(range(11, 20))
+    assert rest.finish_reason == "length"
