@@ -212,6 +212,7 @@ def test_a_wrong_preference_is_refused(record, message):
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role of message 1"),
         ('{"messages": [{"role": "user", "content": 3}]}', "content of message 1"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "answer of the assistant"),
+        (json.dumps({"messages": [{**one, "weight": 0} for one in CHAT]}), "weight of message 1"),
         ('{"prompt": "x", "completion": 3}', "completion must be text"),
         ('{"text": "\\ud800"}', "half a surrogate"),
         (json.dumps({"text": "x" * 99}), "101 tokens do not fit in rows of 64"),

@@ -119,6 +119,8 @@ def test_tasks_of_one_name_are_drawn_each_with_its_figures(place, cli, monkeypat
         (("one", "choices.jsonl", "--batch-size", "9"), "--batch-size is for held-out text; none"),
         (("one", "choices.jsonl", "long.jsonl"), "long: case 2: a continuation of 60 tokens"),
         (("one", "asked.jsonl"), "asked: case 1: an answer of 60 tokens does not fit"),
+        (("one", "none.jsonl"), "none.jsonl: line 1: max_new_tokens must be"),
+        (("one", "unread.jsonl"), "unread.jsonl: line 1: unknown key 'top_k'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -126,6 +128,8 @@ def test_what_is_wrong_is_one_line(place, cli, words, told):
     (place / "broken.jsonl").write_text(NEXT + "{\n")
     (place / "long.jsonl").write_text(NEXT + json.dumps({"context": "a", "next": "b" * 60}))
     (place / "asked.jsonl").write_text('{"prompt": "a", "answer": "b", "max_new_tokens": 60}')
+    (place / "none.jsonl").write_text('{"prompt": "a", "answer": "b", "max_new_tokens": 0}')
+    (place / "unread.jsonl").write_text('{"prompt": "a", "answer": "b", "top_k": 3}')
     before = sorted(place.rglob("*"))
     code, out, err = cli("evaluate", *words)
     assert code == 2

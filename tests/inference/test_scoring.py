@@ -213,3 +213,30 @@ def test_a_score_has_the_best_it_asked_for_in_any_company():
         expected = alone.submit_score(ids, num_logprobs=best).result()
         assert handle.result().logprobs == expected.logprobs
         assert len(expected.logprobs[0].best) == best
+
+
+def test_on_ties_the_best_token_is_the_one_that_greedy_decoding_chooses():
+    def two_alike(ids, vocab):
+        logits = torch.zeros(vocab)
+        logits[[7, 50]] = 9.0
+        return logits
+
+    options = {"num_pages": 20, "page_size": 4}
+    runner = partial(HashRunner, logits_of=two_alike)
+    engine = Engine(tiny_model(VOCAB, CONTEXT), make_runner=runner, **options)
+    greedy = engine.submit([1], max_new_tokens=2, sampling=GREEDY, eos_ids=()).result().token_ids
+    for best in (1, 2, 10, VOCAB):
+        [found] = likelihoods(engine, [([1], greedy)], num_logprobs=best)
+        assert found.is_greedy
+        assert {len(set(place)) for place in found.best} == {best}
+        assert {place[1][0] for place in found.best if best > 1} <= {50}
+
+
+def test_whoever_stops_reading_scored_tokens_may_go_on():
+    engine = Engine(tiny_model(VOCAB, CONTEXT), num_pages=8, page_size=4, make_runner=HashRunner)
+    handle = engine.submit_score(range(10, 20))
+    first = next(iter(handle))
+    second = next(handle.ready())
+    rest = handle.result()
+    assert [first.token_id, second.token_id, *rest.token_ids] == list(range(11, 20))
+    assert rest.finish_reason == "length"

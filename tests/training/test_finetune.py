@@ -310,6 +310,8 @@ def test_dpo_prefers_what_was_chosen(base, pairs, tmp_path):
     [
         (("--full", "--rank", "4"), "--rank is for LoRA"),
         (("--beta", "0.2"), "--beta needs --preference"),
+        (("--pack", "--preference", "dpo"), "--pack has no effect beside --preference"),
+        (("--pack", "--task", "qa"), "--pack has no effect beside --task"),
         (("--preference", "x"), "preference must be one of dpo"),
         (("--targets", "z_proj"), "--targets: no Linear is called 'z_proj'"),
         (("--rank", "0"), "--rank must be a whole number"),
@@ -439,6 +441,13 @@ def test_a_base_that_changed_or_is_gone_is_named(base, chats, tmp_path, capsys):
     assert "its base model has changed" in " ".join(capsys.readouterr().err.split())
     assert run_command("merge", base, tmp_path / "merged") == 2
     assert "holds a whole model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_of_pairs_is_not_packed_later(base, pairs, tmp_path, capsys):
+    run = ("--out", tmp_path / "run", "--steps", 1, *FAST)
+    assert run_command("finetune", base, pairs, *run, "--preference", "dpo") == 0
+    assert run_command("finetune", "--resume", "--out", tmp_path / "run", "--pack") == 2
+    assert "--pack cannot change" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_that_was_begun_keeps_its_adapter(tuned, base, chats, capsys):

@@ -99,7 +99,7 @@ _OPTIONS = {
 def in_words_of_the_command_line(text: str) -> str:
     """Call arguments of the library what the command line calls them."""
     for pattern, option in _OPTIONS.items():
-        text = re.sub(pattern, option, text)
+        text = re.sub(rf"(?<!: )(?<!['\"]){pattern}", option, text)  # these are keys of a file
     return text
 
 

@@ -80,7 +80,9 @@ def finetune(
         str | None,
         typer.Option(help="classification or qa: train that head, with all weights."),
     ] = None,
-    pack: Annotated[bool, typer.Option(help="Put several examples into a row.")] = True,
+    pack: Annotated[
+        bool | None, typer.Option(help="Put several examples into a row.", show_default="yes")
+    ] = None,
     epochs: Annotated[
         float | None, typer.Option(help="How often to read the data.", show_default="3")
     ] = None,

@@ -28,6 +28,8 @@ def check_task(args: TuneArgs) -> None:
         raise ValueError(f"--{option} is for LoRA; with --task all weights learn")
     if args.quantize is not None:
         raise ValueError("--quantize is for LoRA; with --task all weights learn")
+    if args.packed:
+        raise ValueError("--pack has no effect beside --task: each example has its row")
     if args.preference is not None or args.beta is not None:
         raise ValueError("--preference learns from pairs of answers; it has no effect with --task")
     if args.overrides.get("tasks"):

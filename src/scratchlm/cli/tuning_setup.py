@@ -54,7 +54,7 @@ class TuneArgs:
     preference: str | None = None
     beta: float | None = None
     task: str | None = None
-    packed: bool = True
+    packed: bool | None = None
     epochs: float | None = None
     val: Path | None = None
     val_fraction: float | None = None
@@ -69,10 +69,12 @@ class TuneArgs:
             raise ValueError("--quantize is for LoRA: with --full the model's weights learn")
         if self.beta is not None and self.preference is None:
             raise ValueError("--beta needs --preference dpo")
+        if self.packed and self.preference is not None:
+            raise ValueError("--pack has no effect beside --preference: each answer has its row")
         return Tuning(
             lora=None if self.full else LoRA(**self.lora),
             quantize=self.quantize,
-            packed=self.packed and self.preference is None,
+            packed=self.packed is not False and self.preference is None,
             preference=self.preference,
             beta=0.1 if self.beta is None else self.beta,
         )
@@ -138,6 +140,7 @@ def check_same_tuning(args: TuneArgs, plan: Plan) -> None:
         "preference": tuning.preference,
         "beta": tuning.beta,
         "task": None if tuning.head is None else tuning.head.kind,
+        "pack": tuning.packed,
         "no-pack": not tuning.packed,
         "epochs": args.epochs if _same_epochs(args, plan) else float(f"{epochs(plan):.3g}"),
     }
@@ -148,7 +151,8 @@ def check_same_tuning(args: TuneArgs, plan: Plan) -> None:
         "preference": args.preference,
         "beta": args.beta,
         "task": args.task,
-        "no-pack": None if args.packed else True,
+        "pack": args.packed or None,
+        "no-pack": True if args.packed is False else None,
         "epochs": args.epochs,
     }
     for name, value in asked_for.items():

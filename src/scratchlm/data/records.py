@@ -121,6 +121,11 @@ def check_messages(messages: Any, what: str = "messages") -> list[dict[str, Any]
         content = message.get("content")
         if not isinstance(content, str) and not message.get("tool_calls"):
             raise ValueError(f"{what}: the content of message {index} must be text")
+        if message.get("weight", 1) != 1:  # OpenAI's way to leave an answer out
+            raise ValueError(
+                f"{what}: the weight of message {index} must be 1, as every answer is learnt; "
+                f"got {shown(message['weight'])}"
+            )
     return messages
 
 

@@ -33,7 +33,7 @@ class Handle:
 
     def ready(self) -> Iterator[Piece]:
         """Give out the pieces that are there, without waiting; raise what the request failed by."""
-        return _one_by_one(self._ready())
+        return self._one_by_one(self._ready())
 
     def _ready(self) -> Iterator[Piece | ScoredTokens]:
         while self._pieces:
@@ -42,7 +42,14 @@ class Handle:
             raise self._error
 
     def __iter__(self) -> Iterator[Piece]:
-        return _one_by_one(self._parts())
+        return self._one_by_one(self._parts())
+
+    def _one_by_one(self, parts: Iterator[Piece | ScoredTokens]) -> Iterator[Piece]:
+        for part in parts:
+            if isinstance(part, ScoredTokens):  # back with it: whoever stops may go on
+                self._pieces.extendleft(reversed([*part.pieces()]))
+            else:
+                yield part
 
     def _parts(self) -> Iterator[Piece | ScoredTokens]:
         while True:
@@ -65,11 +72,3 @@ class Handle:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._error, self._is_over = error, True
-
-
-def _one_by_one(parts: Iterator[Piece | ScoredTokens]) -> Iterator[Piece]:
-    for part in parts:
-        if isinstance(part, ScoredTokens):
-            yield from part.pieces()
-        else:
-            yield part

@@ -191,6 +191,9 @@ def _score(
     """Return the targets' log-probabilities, and the best `most` tokens with theirs."""
     top, argmax = logits.max(dim=-1, keepdim=True)  # the lowest id on ties
     best, ids = (top, argmax) if most == 1 else logits.topk(most, dim=-1)
+    if most > 1:  # on ties the first is still the argmax, which greedy decoding chooses
+        ids = torch.where(ids == argmax, ids[:, :1], ids)
+        ids[:, :1] = argmax
     largest = logits.softmax(dim=-1, dtype=torch.float32).gather(1, argmax).double().log()
     chosen = logits.gather(1, targets[:, None])
     of_chosen, of_best = (x.double() - top.double() + largest for x in (chosen, best))
