@@ -503,6 +503,23 @@ def test_a_change_of_a_compiled_block_is_used(mode, change):
         assert alike(PATHS["backward"](model), expected), n
 
 
+FUSED = {"scratchlm.add_rms_norm.default", "scratchlm.swiglu_gate.default"}
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_fusions_run_in_compiled_blocks(monkeypatch):
+    take_for_a_gpu(monkeypatch)
+    seen = set()
+
+    def see(graph, inputs):
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    model, _ = compiled("qwen3", "accelerated", see, DEVICE)
+    few_gradients(model)
+    assert {"autograd_function_apply", *FUSED} <= seen  # the first is what splits and norms QKV
+
+
 @pytest.mark.usefixtures("_compiler")
 def test_a_method_patched_in_a_compiled_block_is_called_beside_kernels(monkeypatch):
     take_for_a_gpu(monkeypatch)

@@ -163,8 +163,9 @@ def _is_unobserved(module: nn.Module) -> bool:
 
 
 def has_own_method(module: nn.Module, name: str) -> bool:
-    """Whether a module has this method of its own; asked so that compiled code asks again."""
-    return getattr(getattr(module, name), "__func__", None) is not getattr(type(module), name)
+    """Whether a module has this method of its own."""
+    getattr(module, name)  # compiled code then looks again before it runs
+    return name in module.__dict__
 
 
 def is_patched(module: nn.Module) -> bool:
