@@ -157,7 +157,7 @@ def test_compiled_blocks_learn_the_same_without_a_break():
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("to", ["nf4", "int8"])
 def test_on_a_gpu_steps_are_compiled_and_recorded(to, dora):
-    config = ModelConfig(512, 128, 256, 2, 4, 512)
+    config = ModelConfig(512, 128, 384, 2, 6, 1024)  # no width is the number of tokens, 256
     options = config, to, LoRA(8, dora=dora), "cuda", torch.bfloat16
     losses, grads, warned, learner = gradients(*options)
     assert not warned

@@ -65,7 +65,8 @@ def lora_memory(config: ModelConfig, lora: LoRA, setup: Setup) -> LoRAMemory:
     if setup.parallel != "none":
         raise ValueError(f"an adapter's account is for one GPU; got parallel={setup.parallel!r}")
     low = "bf16" if setup.precision == "bf16-mixed" else setup.precision
-    execution = replace(setup.execution, rope_epilogue=False)
+    # Beside few bits a compiler rotates Q and K, and keeps neither as projected.
+    execution = replace(setup.execution, rope_epilogue=setup.quantize is not None)
     setup = replace(setup, precision=low, execution=execution)
     layers = adapted_layers(config, lora)
     size = group(
