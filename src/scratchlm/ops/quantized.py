@@ -29,7 +29,8 @@ from torch import Tensor
 from scratchlm.ops.quantized_search import search_q4_k, search_q6_k
 
 ACTIVATION_BLOCK = 32
-_AT_ONCE = 1 << 17  # weights quantised together: what a search computes stays in the cache
+# Weights quantised together: what a search computes stays in a CPU's cache, or fills a GPU.
+_AT_ONCE = {False: 1 << 17, True: 1 << 22}
 _FP8 = torch.float8_e4m3fn
 
 Blocks = Float[Tensor, "blocks weights"]
@@ -71,7 +72,7 @@ def quantize(
     kind = get_format(format)
     rows, d_in = weight.shape
     out = weight.new_empty((rows, kind.bytes_per_row(d_in)), dtype=torch.uint8)
-    step = max(1, _AT_ONCE // d_in)
+    step = max(1, _AT_ONCE[weight.is_cuda] // d_in)
     for first in range(0, rows, step):
         part = weight[first : first + step].float()
         if not torch.isfinite(part).all():
