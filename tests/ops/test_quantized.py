@@ -101,6 +101,14 @@ def test_bytes_per_row_are_those_of_the_bytes(name: str) -> None:
     assert kind.weights_per_row(packed.shape[1]) == 768
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_one_row_of_any_width_is_read(name: str) -> None:
+    packed = quantize(weights()[9:12, :37], name)
+    whole = dequantize(packed, name)
+    for i in range(3):  # rows of 41 bytes: none lies where a float32 may
+        assert torch.equal(dequantize(packed[i : i + 1], name), whole[i : i + 1])
+
+
 def test_more_bits_are_nearer() -> None:
     w = weights()[9:]
     errors = {name: (dequantize(quantize(w, name), name) - w).norm() for name in FORMATS}

@@ -312,6 +312,8 @@ def test_a_usage_chunk_comes_last_and_only_if_asked_for(server, route):
     assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["choices"] == []
     assert events[-1]["usage"]["completion_tokens"] == 5
+    fields["stream_options"] = {"include_usage": None}  # as left out
+    assert not any("usage" in event for event in ask(server, route, fields).events)
 
 
 def test_a_stream_never_shows_half_a_character():

@@ -270,8 +270,13 @@ def _pack_int8(rows: Blocks) -> Packed:
     return torch.cat([d.view(torch.uint8), q.view(torch.uint8)], dim=1)
 
 
+def _row_scales(packed: Packed) -> Float[Tensor, "rows 1"]:
+    """Read what rows begin with; one row alone counts as contiguous wherever it lies."""
+    return packed[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
 def _unpack_int8(packed: Packed) -> Blocks:
-    return packed[:, 4:].view(torch.int8) * packed[:, :4].contiguous().view(torch.float32)
+    return packed[:, 4:].view(torch.int8) * _row_scales(packed)
 
 
 def _pack_fp8(rows: Blocks) -> Packed:
@@ -281,8 +286,7 @@ def _pack_fp8(rows: Blocks) -> Packed:
 
 
 def _unpack_fp8(packed: Packed) -> Blocks:
-    scale = packed[:, :4].contiguous().view(torch.float32)
-    return packed[:, 4:].contiguous().view(_FP8).float() * scale
+    return packed[:, 4:].contiguous().view(_FP8).float() * _row_scales(packed)
 
 
 FORMATS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 from scratchlm.config import ModelConfig
@@ -172,11 +173,11 @@ def _stream_options() -> f.Field:
     def read(value: Any) -> dict[str, bool]:
         if not isinstance(value, dict) or set(value) - {"include_usage"}:
             raise ValueError(f"may hold include_usage only; got {value!r:.60}")
-        if not isinstance(value.get("include_usage", False), bool):
+        if not isinstance(value.get("include_usage"), (bool, NoneType)):
             raise ValueError(f"include_usage must be true or false; got {value!r:.60}")
         return value
 
-    usage = {"include_usage": {"type": "boolean"}}
+    usage = {"include_usage": {"type": ["boolean", "null"]}}
     schema = {"type": "object", "properties": usage, "additionalProperties": False}
     return f.Field(read, schema)
 
