@@ -157,6 +157,10 @@ CASES = {
     "hsdp, 2 machines": (4, 1, "tied", {"parallel": "hsdp"}),
     "hsdp × tp 2": (4, 2, "plain", {"parallel": "hsdp"}),
     "fsdp × tp 2, experts": (4, 2, "experts", {"parallel": "fsdp"}),
+    "fsdp, 1": (1, 1, "plain", {"parallel": "fsdp"}),
+    "fsdp, 8": (8, 1, "plain", {"parallel": "fsdp"}),
+    "zero1 × tp 2, 8": (8, 2, "plain", {}),
+    "fsdp × tp 2, 8": (8, 2, "plain", {"parallel": "fsdp"}),
 }
 
 
@@ -173,6 +177,7 @@ LONG_ONLY = {
         "tp 2, z-loss",
     ),
     *("tp 2, recomputed", "hsdp × tp 2", "fsdp × tp 2, experts", "cp 2", "cp 4", "cp 2, window"),
+    *("fsdp, 1", "fsdp, 8", "zero1 × tp 2, 8", "fsdp × tp 2, 8"),
 }
 
 
