@@ -1,10 +1,16 @@
-"""Triton's interpreter, with less of it done twice: what it computes and refuses is the same."""
+"""Which fusions ran; and Triton's interpreter, with less of it done twice.
+
+What the interpreter computes and refuses is the same.
+"""
 
 import functools
 import operator
 import os
 
 import numpy as np
+import pytest
+
+from scratchlm.accelerate import Fusion
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language import core
@@ -39,3 +45,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.InterpretedFunction.__call__ = call
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the fusions that have run."""
+    names, runs = [], Fusion.runs
+
+    def listened(self, *given):
+        answer = runs(self, *given)
+        names.extend([self.name] if answer else [])
+        return answer
+
+    monkeypatch.setattr(Fusion, "runs", listened)
+    return names

@@ -16,7 +16,7 @@ from acceleration.as_gpu import DEVICE, take_for_a_gpu
 from acceleration.gpu import on_hopper
 from scratchlm import ModelConfig
 from scratchlm import config as c
-from scratchlm.accelerate import FUSIONS, Fusion, accelerate, explain, plain
+from scratchlm.accelerate import FUSIONS, accelerate, explain, plain
 from scratchlm.accelerate.shadow_weights import ShadowWeights
 from scratchlm.errors import ScratchLMError
 from scratchlm.inference import GREEDY, generate
@@ -65,20 +65,6 @@ QUANTIZED = {name for name in NAMES if "_quantized_" in name}
 def test_every_fusion_of_the_table_is_tested():
     assert set(NAMES) <= {*CASES, *SHADOWED, *ELSEWHERE}
     assert len(NAMES) == len(set(NAMES))
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The names of the fusions that have run."""
-    names, runs = [], Fusion.runs
-
-    def listened(self, *given):
-        answer = runs(self, *given)
-        names.extend([self.name] if answer else [])
-        return answer
-
-    monkeypatch.setattr(Fusion, "runs", listened)
-    return names
 
 
 def gradients(model, tokens, around=contextlib.nullcontext, **options):
